@@ -1,0 +1,136 @@
+"""Checks of what a caller passes to `fmms.sample`, and the messages that say what was expected.
+
+Only what is known without reading a tensor is checked here: shapes, dtypes, devices, Python scalars. What only the
+data can tell is flagged per row on the device (`valid`), since reading it would stop the GPU at every step.
+"""
+
+import math
+
+import torch
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_VOCAB = 2**31 - 2**13
+"""Token ids are int32 inside the kernels, with room for one tile past the end."""
+
+
+def describe(value) -> str:
+    """Shape, dtype and device of a tensor, or the value itself, for a message."""
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {list(value.shape)} on {value.device}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def fail(name: str, expected: str, value) -> None:
+    raise ValueError(f"{name}: expected {expected}, got {describe(value)}")
+
+
+def check_problem(hidden, weight) -> None:
+    """hidden [H, D] and weight [V, D]: same dtype, same device, V and D at least 1."""
+    for name, value, layout in (("hidden", hidden, "[H, D]"), ("weight", weight, "[V, D]")):
+        if not isinstance(value, torch.Tensor) or value.dim() != 2:
+            fail(name, f"a tensor {layout}", value)
+        if value.dtype not in DTYPES:
+            fail(name, f"a tensor {layout} of dtype bfloat16, float16 or float32", value)
+    if weight.shape[0] < 1 or weight.shape[0] > MAX_VOCAB:
+        fail("weight", f"a vocabulary V from 1 to {MAX_VOCAB}", weight)
+    if weight.shape[1] < 1:
+        fail("weight", "a width D of at least 1", weight)
+    if hidden.shape[1] != weight.shape[1]:
+        fail("hidden", f"the width D = {weight.shape[1]} of weight", hidden)
+    if hidden.dtype != weight.dtype:
+        fail("hidden", f"the dtype of weight, {weight.dtype}", hidden)
+    if hidden.device != weight.device:
+        fail("hidden", f"the device of weight, {weight.device}", hidden)
+    if weight.stride(1) != 1 and weight.shape[1] > 1:
+        fail("weight", "rows that are contiguous along D (call .contiguous() once, outside the decode loop)", weight)
+
+
+def check_row_tensor(name: str, value, rows: int, device, dtypes: tuple, scalar_ok: bool = True) -> torch.Tensor:
+    """A per-row control: shape [H] (or [] for all rows alike) on the device of hidden."""
+    shapes = f"[{rows}]" + (" or []" if scalar_ok else "")
+    names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    if not (value.shape == (rows,) or (scalar_ok and value.dim() == 0)):
+        fail(name, f"a tensor of shape {shapes}, one value per row", value)
+    if value.dtype not in dtypes:
+        fail(name, f"dtype {names}", value)
+    if value.device != device:
+        fail(name, f"a tensor on the device of hidden, {device}", value)
+    return value.expand(rows).contiguous()
+
+
+def check_temperature(value, rows: int, device) -> tuple[torch.Tensor | None, float]:
+    """(fp32 [H] or None, scalar): a tensor control, or a Python number that holds for every row."""
+    if isinstance(value, torch.Tensor):
+        dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        return check_row_tensor("temperature", value, rows, device, dtypes).to(torch.float32), 0.0
+    value = check_number("temperature", value, "a number >= 0 (0 = greedy), or a float tensor [H]")
+    if not value >= 0:
+        fail("temperature", "a number >= 0 (0 = greedy)", value)
+    return None, value
+
+
+def check_number(name: str, value, expected: str = "a number") -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        fail(name, expected, value)
+    return float(value)
+
+
+def check_finite(name: str, value, positive: bool = False) -> float:
+    """A finite Python number; None means the control is off (0 for a softcap, 1 for a scale)."""
+    expected = "a finite number" + (" > 0" if positive else "") + ", or None"
+    number = check_number(name, value, expected)
+    if not math.isfinite(number) or (positive and number <= 0):
+        fail(name, expected, value)
+    return number
+
+
+def check_seed(value, rows: int, device) -> tuple[torch.Tensor | None, int]:
+    """(int64 [H] or None, scalar). None draws one fresh seed per row from PyTorch's generator of the device."""
+    if value is None:
+        return torch.randint(-(2**63), 2**63 - 1, (rows,), dtype=torch.int64, device=device), 0
+    if isinstance(value, torch.Tensor):
+        # no [] here: one key for all rows would repeat the noise from row to row
+        return check_row_tensor("seed", value, rows, device, (torch.int64,), scalar_ok=False), 0
+    expected = "None, an int in [-2**63, 2**64), or an int64 tensor [H]"
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
+        fail("seed", expected, value)
+    return None, value if value < 2**63 else value - 2**64
+
+
+def check_position(value, rows: int, device) -> tuple[torch.Tensor | None, int]:
+    """(int64 [H] or None, scalar)."""
+    if isinstance(value, torch.Tensor):
+        return check_row_tensor("position", value, rows, device, (torch.int64, torch.int32)).to(torch.int64), 0
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        fail("position", "an int64 number or an integer tensor [H]", value)
+    return None, value
+
+
+def check_count(name: str, value, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        fail(name, f"an int from {low} to {high}", value)
+    return value
+
+
+def check_bias(value, vocab: int, device) -> torch.Tensor:
+    """bias [V], any of the supported dtypes, contiguous."""
+    if not isinstance(value, torch.Tensor) or value.shape != (vocab,) or value.dtype not in DTYPES:
+        fail("bias", f"a bfloat16, float16 or float32 tensor of shape [{vocab}], or None", value)
+    if value.device != device:
+        fail("bias", f"a tensor on the device of hidden, {device}", value)
+    return value.contiguous()
+
+
+def check_noise(value, scheme: str, shape: tuple[int, int, int], device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Injected noise: Gumbels for `token`; Gumbels and uniforms for `group`; float32 or float64 of the given shape."""
+    parts = (value,) if isinstance(value, torch.Tensor) else value
+    wanted = 1 if scheme == "token" else 2
+    layout = "Gumbels [H, S, V]" if scheme == "token" else "a pair (Gumbels, uniforms), each [H, S, G]"
+    if not isinstance(parts, (tuple, list)) or len(parts) != wanted:
+        fail("noise", f"{layout} for noise_scheme={scheme!r}", value)
+    for part in parts:
+        if not isinstance(part, torch.Tensor) or part.shape != shape:
+            fail("noise", f"{layout} = {list(shape)}", part)
+        if part.dtype not in (torch.float32, torch.float64) or part.device != device:
+            fail("noise", f"float32 or float64 on {device}", part)
+    return parts[0].contiguous(), parts[1].contiguous() if wanted == 2 else None

@@ -1,0 +1,113 @@
+"""Launches the portable kernel: tile sizes, grids, the buffer between the stages.
+
+Arguments arrive checked (`fmms/arguments.py`); nothing here synchronises with the host or allocates in a way that a
+CUDA graph cannot capture.
+"""
+
+import contextlib
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from fmms.kernels import stage1, stage2
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes of stage 1. They change the speed of a call, never the ids that it returns."""
+
+    block_h: int
+    block_v: int
+    block_d: int
+    vocab_on_m: bool
+    num_warps: int = 4
+    num_stages: int = 4
+    programs_per_sm: int = 2
+
+
+def choose_tiles(rows: int, vocab: int, width: int, itemsize: int) -> Tiles:
+    """Tile sizes for a problem [rows, width] x [vocab, width] of elements of `itemsize` bytes."""
+    block_h = max(16, triton.next_power_of_2(rows))
+    if INTERPRETED:
+        # NumPy's cost is per operation, not per element: a few large tiles
+        block_h = min(512, block_h)
+        block_v = min((1 << 21) // block_h, max(128, triton.next_power_of_2(vocab)))
+        return Tiles(block_h, block_v, min(1024, max(16, triton.next_power_of_2(width))), False)
+    block_h = min(128, block_h)
+    if itemsize == 4:
+        return Tiles(min(block_h, 32), 128, 32, False, 4, 3)
+    if block_h <= 32:
+        return Tiles(block_h, 128, 128, True, 4, 4)
+    return Tiles(block_h, 128, 64, False, 4 if block_h == 64 else 8, 4)
+
+
+@contextlib.contextmanager
+def _launch_context(device: torch.device):
+    """Triton launches on the current device, which need not be the tensors'. The interpreter is NumPy, which warns of
+    the log of an empty group's sum and of NaN inputs; both are handled in the kernels."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+    else:
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+            yield
+
+
+def sample(hidden, weight, temperature, temperature_value, seeds, seed_value, positions, position_value,
+           samples, scheme, gumbels, uniforms, logit_scale, softcap, bias, want_logprobs, want_logits, tiles=None):  # fmt: skip
+    """Runs both stages on the tensors' device.
+
+    Per-row controls are tensors, or None and then the `_value` scalar holds for every row. `tiles` overrides the
+    choice of tile sizes.
+
+    Returns:
+        ids int64 [H, S], logprobs fp32 [H, S] (or None), lse fp32 [H], max_logit fp32 [H], valid bool [H], logits
+        fp32 [H, V] (or None).
+    """
+    rows, width = hidden.shape
+    vocab = weight.shape[0]
+    tiles = tiles or choose_tiles(rows, vocab, width, hidden.element_size())
+    n_tiles = triton.cdiv(vocab, tiles.block_v)
+    device = hidden.device
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    key = empty(n_tiles, samples, rows, dtype=torch.float64)
+    token = empty(n_tiles, samples, rows, dtype=torch.int32)
+    logit = empty(n_tiles, samples, rows)
+    tile_max, tile_sum = empty(n_tiles, rows), empty(n_tiles, rows)
+    logits = empty(rows, vocab) if want_logits else None
+    ids = empty(rows, samples, dtype=torch.int64)
+    logprobs = empty(rows, samples) if want_logprobs else None
+    lse, max_logit, valid = empty(rows), empty(rows), empty(rows, dtype=torch.bool)
+
+    hidden_tiles = triton.cdiv(rows, tiles.block_h)
+    programs = n_tiles
+    if device.type == "cuda":
+        sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+        programs = min(n_tiles, max(1, sm_count * tiles.programs_per_sm // hidden_tiles))
+    options = {} if INTERPRETED else {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    with _launch_context(device):
+        stage1.fused_head[(programs, hidden_tiles)](
+            hidden, weight, bias, temperature, seeds, positions, gumbels, uniforms,
+            logits, key, token, logit, tile_max, tile_sum,
+            rows, vocab, width, samples, hidden.stride(0), weight.stride(0),
+            0 if gumbels is None else gumbels.shape[-1], n_tiles,
+            temperature_value, seed_value, position_value, logit_scale, softcap,
+            BLOCK_H=tiles.block_h, BLOCK_V=tiles.block_v, BLOCK_D=tiles.block_d, EVEN_D=width % tiles.block_d == 0,
+            VOCAB_ON_M=tiles.vocab_on_m, GROUPED=scheme == "group", UPCAST=INTERPRETED, SOFTCAP=softcap != 0.0,
+            **options,
+        )  # fmt: skip
+        draws = 512 if INTERPRETED else 1
+        stage2.reduce_tiles[(triton.cdiv(rows * samples, draws),)](
+            key, token, logit, tile_max, tile_sum, temperature, temperature_value,
+            ids, logprobs, lse, max_logit, valid, rows, samples, n_tiles,
+            BLOCK_DRAWS=draws, BLOCK_TILES=min(1024, max(16, triton.next_power_of_2(n_tiles))),
+        )  # fmt: skip
+    return ids, logprobs, lse, max_logit, valid, logits

@@ -1,0 +1,204 @@
+"""The executable reference: exact sampling in plain PyTorch, on any device, fp64 wherever it decides.
+
+`sample` is what `impl="torch"` runs and what every kernel is compared with. It materialises the logits, so it is slow
+and large; it is meant to be read. The random numbers come from `fmms/noise.py`; argument checks and defaults are in
+`fmms/sampling.py`.
+"""
+
+import torch
+
+from fmms import noise
+
+SIDE_RATIO = 0.6180340051651001
+"""fp32 value of (sqrt(5) - 1) / 2. In a descent step the right side is tested first if it is lighter than this times
+the left one. No ratio of two small integers lies near it, so sides made of equally likely tokens never sit on the edge
+of the decision, and two implementations that round differently still take the same way down."""
+
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
+"""Bounds of a positive temperature: within them T and 1 / T are normal fp32 numbers. A smaller T samples evenly among
+the largest logits, a larger one (infinity included) evenly among all tokens of finite logit."""
+
+ROW_CHUNK_ELEMENTS = 1 << 24
+
+
+def ieee_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in fp32 without TF32 or bf16 shortcuts, whatever PyTorch's global precision switches say; fp32 result."""
+    if a.device.type == "cuda":
+        fast = torch.backends.cuda.matmul.allow_tf32
+    else:
+        fast = torch.get_float32_matmul_precision() != "highest"
+    dtype = torch.float64 if fast else torch.float32
+    return torch.matmul(a.to(dtype), b.to(dtype)).float()
+
+
+def compute_logits(hidden, weight, logit_scale: float = 1.0, softcap: float = 0.0, bias=None) -> torch.Tensor:
+    """Logits of an LM head: scale, then softcap * tanh(x / softcap) (0 = none), then bias.
+
+    Args:
+        hidden: [H, D]; weight: [V, D]; bias: [V] or None.
+
+    Returns:
+        fp32 [H, V].
+    """
+    logits = ieee_matmul(hidden, weight.T) * logit_scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias.float()
+    return logits
+
+
+def descend(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Chooses a member of each group with probability proportional to its weight, by a descent over pairwise sums.
+
+    At each node the uniform, scaled to the node's sum, is compared with the side tested first: the left one, or the
+    right one if it is lighter by SIDE_RATIO. Testing a light side first gives it the interval [0, weight), which
+    floating point resolves to full relative precision however small the weight; the heavy side takes the rest. So a
+    token 30 nats below its neighbour keeps an interval of its own width, and a token of weight 0 is never reached.
+
+    Args:
+        weights: [..., 2**k], non-negative, not all 0.
+        uniform: [...], in [0, 1].
+
+    Returns:
+        int64 [...], index of the chosen member.
+    """
+    levels, sums = [], weights
+    while sums.shape[-1] > 1:
+        left, right = sums[..., 0::2], sums[..., 1::2]
+        levels.append((left, right))
+        sums = left + right
+    t = uniform * sums[..., 0]
+    index = torch.zeros_like(t, dtype=torch.int64)
+    for left, right in reversed(levels):
+        left, right = (side.gather(-1, index[..., None])[..., 0] for side in (left, right))
+        right_first = right < SIDE_RATIO * left
+        first = torch.where(right_first, right, left)
+        in_first = t < first
+        t = torch.where(in_first, t, t - first)
+        index = 2 * index + (in_first == right_first)
+    return index
+
+
+def token_draw(scaled: torch.Tensor, gumbels: torch.Tensor) -> torch.Tensor:
+    """The `token` scheme: argmax over all tokens of logit / T + Gumbel; the lowest id wins a tie.
+
+    Args:
+        scaled: fp64 [H, V], logits over temperature; gumbels: [H, S, V].
+
+    Returns:
+        int64 [H, S].
+    """
+    return first_argmax(scaled[:, None, :] + gumbels.double())
+
+
+def group_draw(scaled: torch.Tensor, gumbels: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The `group` scheme: argmax over groups of log-sum-exp + Gumbel, then one uniform picks a token inside the winner.
+
+    A categorical distribution factorises over any partition, so this draws from softmax(scaled) with one Gumbel and
+    one uniform for every 32 tokens.
+
+    Args:
+        scaled: fp64 [H, V]; gumbels, uniforms: [H, S, G].
+
+    Returns:
+        int64 [H, S].
+    """
+    rows, vocab = scaled.shape
+    ids = noise.group_token_ids(vocab, scaled.device)
+    padded = torch.nn.functional.pad(scaled, (0, ids.shape[0] * noise.GROUP_SIZE - vocab), value=-torch.inf)
+    members = padded[:, ids]
+    largest = members.amax(-1, keepdim=True)
+    weights = torch.exp(members - largest.nan_to_num(neginf=0.0))
+    group_lse = largest[..., 0] + torch.log(weights.sum(-1))
+    keys = group_lse[:, None, :] + gumbels.double()
+    # a group whose members are all masked has log-sum-exp -inf and can win only where the whole row is masked
+    group = first_argmax(keys)
+    row = torch.arange(rows, device=scaled.device)[:, None]
+    uniform = uniforms.double().gather(-1, group[..., None])[..., 0]
+    return ids[group, descend(weights[row, group], uniform)]
+
+
+def first_argmax(x: torch.Tensor) -> torch.Tensor:
+    """argmax over the last axis; the lowest index wins a tie (torch.argmax promises no order)."""
+    best = x.amax(-1, keepdim=True)
+    index = torch.arange(x.shape[-1], device=x.device)
+    return torch.where(x == best, index, x.shape[-1]).amin(-1).clamp(max=x.shape[-1] - 1)
+
+
+def make_noise(scheme: str, seeds, positions, samples: int, vocab_size: int):
+    """The Gumbels and uniforms that a scheme draws with: ([H, S, V], None) or ([H, S, G], [H, S, G]), fp64."""
+    device = seeds.device
+    sample_ids = torch.arange(samples, device=device)
+    if scheme == "token":
+        w = noise.words(seeds, positions, torch.arange(vocab_size, device=device), sample_ids, noise.PURPOSE_TOKEN)
+        return noise.gumbel(w[0], w[1]), None
+    units = torch.arange(noise.group_count(vocab_size), device=device)
+    w = noise.words(seeds, positions, units, sample_ids, noise.PURPOSE_GROUP)
+    return noise.gumbel(w[0], w[1]), noise.uniform(w[2], w[3])
+
+
+def sample_from_logits(logits, temperature, seeds, positions, samples=1, scheme="group", injected=None):
+    """Draws token ids from softmax(logits / T), row by row.
+
+    Args:
+        logits: fp32 or fp64 [H, V], before temperature; -inf is probability 0.
+        temperature: fp32 [H], 0 = greedy (the log-probabilities of greedy rows are those at T = 1).
+        seeds, positions: int64 [H].
+        samples: independent draws per row, S.
+        scheme: "group" or "token".
+        injected: None, or (Gumbels, uniforms or None) to use in place of the generator's.
+
+    Returns:
+        ids int64 [H, S], logprobs fp32 [H, S], lse fp32 [H] (of logits / T), max_logit fp32 [H], valid bool [H].
+        A row with a NaN or +inf logit, with no finite logit, or with a temperature that is negative or NaN is
+        invalid: its ids are -1, the rest NaN.
+    """
+    x = logits.double()
+    greedy = temperature == 0
+    divisor = torch.where(greedy, 1.0, temperature).double().clamp(MIN_SCALE, MAX_SCALE)[:, None]
+    max_logit = x.amax(-1)
+    # subtracting the maximum first keeps masked tokens at -inf and small differences exact at any temperature
+    scaled = (x - max_logit[:, None]) / divisor
+    log_total = torch.logsumexp(scaled, -1)
+    lse = max_logit / divisor[:, 0] + log_total
+    valid = torch.isfinite(log_total) & torch.isfinite(max_logit) & (temperature >= 0)
+
+    safe = torch.where(valid[:, None], scaled, 0.0)
+    gumbels, uniforms = injected if injected else make_noise(scheme, seeds, positions, samples, x.shape[-1])
+    drawn = token_draw(safe, gumbels) if scheme == "token" else group_draw(safe, gumbels, uniforms)
+    ids = torch.where(greedy[:, None], first_argmax(torch.where(valid[:, None], x, 0.0))[:, None], drawn)
+    logprobs = scaled.gather(-1, ids) - log_total[:, None]
+
+    def blank(value, fill):
+        mask = valid if value.dim() == 1 else valid[:, None]
+        return torch.where(mask, value, fill)
+
+    return (
+        blank(ids, -1),
+        blank(logprobs.float(), torch.nan),
+        blank(lse.float(), torch.nan),
+        blank(max_logit.float(), torch.nan),
+        valid,
+    )
+
+
+def sample(hidden, weight, temperature, seeds, positions, samples, scheme, injected, logit_scale, softcap, bias):
+    """`fmms.sample` without kernels; arguments as in `sample_from_logits` and `compute_logits`.
+
+    Returns:
+        The five results of `sample_from_logits`, then the fp32 logits [H, V].
+    """
+    logits = compute_logits(hidden, weight, logit_scale, softcap, bias)
+    rows, vocab = logits.shape
+    chunk = max(1, ROW_CHUNK_ELEMENTS // (samples * vocab))
+    parts = []
+    for start in range(0, rows, chunk):
+        part = slice(start, start + chunk)
+        noise_part = tuple(None if n is None else n[part] for n in injected) if injected else None
+        parts.append(
+            sample_from_logits(
+                logits[part], temperature[part], seeds[part], positions[part], samples, scheme, noise_part
+            )
+        )
+    return (*(torch.cat(column) for column in zip(*parts, strict=True)), logits)
