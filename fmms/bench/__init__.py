@@ -1,0 +1,1 @@
+"""What both libraries measure and report with. Result records live in `fmms.bench.records`."""

@@ -1,0 +1,202 @@
+"""HTML that opens offline: a page per executed notebook and `figures/<profile>/index.html` over them.
+
+Everything a page shows is inside it, and its content policy forbids the browser to fetch anything or to run scripts.
+Running notebooks is fmms.run's work.
+"""
+
+import base64
+import re
+from importlib import resources
+from pathlib import Path
+from xml.etree import ElementTree
+
+from fmms import atomic, notebooks, paths
+from fmms.notebooks import NotebookError
+from fmms.run import read_state
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; font-src data:"
+_DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
+
+
+def render(profile: str) -> Path:
+    """Renders every executed notebook of a profile and the index; returns the index's path relative to the project.
+
+    Raises NotebookError when no notebook has been executed with this profile on this machine (an index that a GPU host
+    wrote is then left as it is), or when nbconvert is missing.
+    """
+    try:
+        import jinja2
+        import nbconvert  # noqa: F401
+    except ImportError as error:
+        raise NotebookError(notebooks.EXTRA) from error
+    build, folder = paths.build_dir(profile), paths.figures_dir(profile)
+    entries = [_entry(path.stem, build, profile) for path in _known(build)]
+    if not any(entry["copy"] for entry in entries):
+        raise NotebookError(
+            f"no notebook has been executed with profile {profile!r} here (build/{profile}/ holds none); "
+            f"run them first: fmms run --profile {profile}"
+        )
+    for entry in entries:
+        if entry["copy"]:
+            line = f"{entry['name']} · profile {profile} · {entry['status']} {entry['finished']} · {entry['machine']}"
+            page = page_html(entry["copy"], entry["title"], line, entry["error"])
+            atomic.write_text(folder / f"{entry['name']}.html", page)
+        entry["page"] = f"{entry['name']}.html" if (folder / f"{entry['name']}.html").is_file() else None
+    machine = next((entry["machine"] for entry in reversed(entries) if entry["machine"]), "")
+    _deal_out_figures(entries, folder)
+    environment = jinja2.Environment(autoescape=True)
+    index = environment.from_string(_template("index.html.j2")).render(
+        profile=profile, entries=entries, machine=machine, css=_template("page.css"), policy=POLICY
+    )
+    atomic.write_text(folder / "index.html", index)
+    return (folder / "index.html").relative_to(paths.project_root())
+
+
+def page_html(notebook: Path, title: str, line: str, error: str = "") -> str:
+    """One executed notebook as a self-contained HTML page. line: the small print at its top; error: what stopped it."""
+    import nbconvert
+    import nbformat
+    from pygments.formatters import HtmlFormatter
+
+    # `pip install --target` puts the templates beside the package, where Jupyter's own search doesn't look.
+    beside = Path(nbconvert.__file__).parent.parent / "share" / "jupyter" / "nbconvert" / "templates"
+    elsewhere = [str(beside)] if beside.is_dir() else []
+    exporter = nbconvert.HTMLExporter(
+        template_name="basic",
+        extra_template_basedirs=elsewhere,
+        extra_template_paths=elsewhere,
+        raw_template=_template("notebook.html.j2"),
+        exclude_anchor_links=True,
+    )
+    # A progress bar's hundred rewritten lines become the last one.
+    exporter.register_preprocessor(nbconvert.preprocessors.CoalesceStreamsPreprocessor, enabled=True)
+    css = "\n".join(
+        (
+            _template("page.css"),
+            HtmlFormatter(style="default").get_style_defs(".highlight"),
+            "@media (prefers-color-scheme: dark) {",
+            HtmlFormatter(style="github-dark").get_style_defs(".highlight"),
+            "}",
+        )
+    )
+    about = {"title": title, "line": line, "css": css, "policy": POLICY, "error": error}
+    executed = nbformat.read(notebook, as_version=4)
+    executed.cells = _without_markers(executed.cells)
+    body, _ = exporter.from_notebook_node(executed, resources={"fmms": about})
+    # Where the checkout lies is this machine's business, and pages of GPU profiles are committed.
+    root = re.escape(str(paths.project_root()))
+    return re.sub(rf"{root}(?![\w.-])", ".", re.sub(rf"{root}/", "", body))
+
+
+def machine_line(state: dict) -> str:
+    """The machine that a run's state file names, in one line; "" when there is none."""
+    machine = state.get("machine")
+    if not machine:
+        return ""
+    gpus = [f"{gpu['name']} (driver {gpu['driver']})" for gpu in machine["gpus"]]
+    versions = ", ".join(
+        f"{name} {machine['versions'][name]}" for name in ("python", "torch", "triton") if name in machine["versions"]
+    )
+    commit = machine["git"]["commit"]
+    source = f"commit {commit[:12]}{' with changes' if machine['git']['dirty'] else ''}" if commit else ""
+    return ", ".join(filter(None, (f"{machine['cores']} cores of {machine['cpu']}", ", ".join(gpus), versions, source)))
+
+
+def title_and_sentence(cells) -> tuple[str, str]:
+    """A notebook's first heading, and the first sentence of the text below it, as plain text."""
+    text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    title = re.search(r"^#+\s+(.+?)\s*$", text, re.MULTILINE)
+    below = text[title.end() :] if title else text
+    paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", below)]
+    prose = next((part for part in paragraphs if part and not re.match(r"[#|<>`*-]\s?", part)), "")
+    sentence = re.match(r".+?[.!?](?=\s|$)", prose)
+    return _plain(title[1]) if title else "", _plain(sentence[0] if sentence else prose)
+
+
+def _known(build: Path) -> list[Path]:
+    """The project's notebooks, and executed ones from elsewhere, by number."""
+    own = {path.stem: path for path in sorted((paths.project_root() / "notebooks").glob("*.ipynb"))}
+    for copy in sorted(build.glob("*.ipynb")):
+        name = copy.stem.removesuffix(".failed")
+        if not copy.name.startswith("."):
+            own.setdefault(name, copy.with_name(f"{name}.ipynb"))
+    return [own[name] for name in sorted(own)]
+
+
+def _entry(name: str, build: Path, profile: str) -> dict:
+    import nbformat
+
+    state = read_state(profile, name)
+    passed, failed = build / f"{name}.ipynb", build / f"{name}.failed.ipynb"
+    copy = next(
+        (
+            path
+            for path in ((failed, passed) if state.get("status") == "failed" else (passed, failed))
+            if path.is_file()
+        ),
+        None,
+    )
+    source = copy or paths.project_root() / "notebooks" / f"{name}.ipynb"
+    executed = nbformat.read(source, as_version=4)
+    title, sentence = title_and_sentence(_without_markers(executed.cells))
+    status, finished, seconds = state.get("status"), state.get("finished", ""), state.get("seconds", "")
+    if status is None and copy:
+        # Executed by papermill itself, or an older copy of a run that is not finished.
+        note = executed.metadata.get("papermill", {})
+        status = "failed" if note.get("exception") else "passed"
+        finished, seconds = (note.get("end_time") or "")[:19], round(note.get("duration") or 0, 1)
+    error = state.get("error")
+    return {
+        "name": name,
+        "copy": copy,
+        "title": title or name,
+        "sentence": sentence,
+        "status": status or "not run",
+        "finished": finished.replace("T", " ").replace("+00:00", ""),
+        "seconds": seconds,
+        "error": f"{error['where']}: {error['what'].splitlines()[0]}" if error else "",
+        "machine": machine_line(state),
+    }
+
+
+def _without_markers(cells: list) -> list:
+    """The notebook's own cells: papermill adds large red headings to a failed one, which our page says in its way."""
+    return [cell for cell in cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])]
+
+
+def _deal_out_figures(entries: list[dict], folder: Path) -> None:
+    """Gives each figure to the notebook whose name it begins with; the rest get a section of their own."""
+    figures = {path.stem: _figure(path) for path in sorted(folder.glob("*.svg"))}
+    for entry in entries:
+        own = [
+            stem
+            for stem in figures
+            if stem == entry["name"] or stem.startswith((f"{entry['name']}_", f"{entry['name']}-"))
+        ]
+        entry["figures"] = [figures.pop(stem) for stem in own]
+    if figures:
+        others = {"name": "figures", "title": "Other figures", "status": "", "figures": list(figures.values())}
+        entries.append(others)
+
+
+def _figure(svg: Path) -> dict:
+    """Title and caption, which fmms.plotting keeps inside the SVG, and the picture as a data address."""
+    content = svg.read_bytes()
+    about = {"title": svg.stem, "caption": ""}
+    try:
+        tree = ElementTree.fromstring(content)
+        about["title"] = tree.findtext(f".//{_DUBLIN_CORE}title") or svg.stem
+        about["caption"] = tree.findtext(f".//{_DUBLIN_CORE}description") or ""
+    except ElementTree.ParseError:
+        pass
+    return {**about, "file": svg.name, "data": f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"}
+
+
+def _plain(markdown: str) -> str:
+    """Markdown's inline marks removed: links become their text, emphasis and code their words."""
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown)
+    return re.sub(r"(\*\*|__|`|(?<!\w)[*_]|[*_](?!\w))", "", text).strip()
+
+
+def _template(name: str) -> str:
+    return (resources.files("fmms") / "templates" / name).read_text(encoding="utf-8")
