@@ -1,0 +1,111 @@
+"""Compiles every kernel for GPUs that need not be there: `python -m fmms.kernels.cross_compile [TARGET ...]`.
+
+Proves that the kernels compile for a target and shows what they take (registers, spills, shared memory), not that they
+run. Prints one JSON object per kernel, target and variant; exit status 1 if one failed. TRITON_INTERPRET must be unset.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fmms.kernels import launch, stage1, stage2
+
+TARGETS = {
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+}
+
+_TYPES = {
+    "temperature": "*fp32", "seeds": "*i64", "positions": "*i64", "gumbels": "*fp32", "uniforms": "*fp64",
+    "logits": "*fp32", "out_key": "*fp64", "out_id": "*i32", "out_logit": "*fp32", "out_max": "*fp32",
+    "out_sum": "*fp32", "in_key": "*fp64", "in_id": "*i32", "in_logit": "*fp32", "in_max": "*fp32", "in_sum": "*fp32",
+    "ids": "*i64", "logprobs": "*fp32", "lse": "*fp32", "max_logit": "*fp32", "valid": "*i1",
+    "temperature_value": "fp32", "logit_scale": "fp32", "softcap": "fp32", "seed_value": "i64", "position_value": "i64",
+}  # fmt: skip
+
+
+def compile_kernel(kernel, target: str, constants: dict, types: dict, divisible=(), **options):
+    """Compiles `kernel` for a target of TARGETS; arguments that are neither constants nor typed are int32. Pointers and
+    the integers named in `divisible` are promised to be multiples of 16, as a launch finds them for real shapes."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else {**_TYPES, **types}.get(n, "i32") for n in names}
+    wide = [n for n in names if signature[n].startswith("*") or n in divisible]
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in wide}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs=aligned,
+    )
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def resources(compiled, target: str) -> dict:
+    """Registers and stack bytes (CUDA targets, from cuobjdump) and shared memory of a compiled kernel."""
+    found = {"shared_bytes": compiled.metadata.shared}
+    if TARGETS[target].backend == "cuda":
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+        match = re.search(r"REG:(\d+) STACK:(\d+)", text)
+        if match:
+            found |= {"registers": int(match[1]), "stack_bytes": int(match[2])}
+    return found
+
+
+def variants():
+    """(kernel, name, constants, types, options) of everything that ships, at the tile sizes that a GPU gets."""
+    for rows, dtype, grouped, full in itertools.product((1, 64, 128), ("bf16", "fp32"), (True, False), (False, True)):
+        if (dtype == "fp32" or full) and rows != 64:
+            continue
+        tiles = launch.choose_tiles(rows, 151936, 4096, 4 if dtype == "fp32" else 2)
+        # `full`: every optional argument there, D not a multiple of the tile
+        absent = {} if full else {"bias": None, "gumbels": None, "uniforms": None, "logits": None}
+        constants = absent | {
+            "BLOCK_H": tiles.block_h, "BLOCK_V": tiles.block_v, "BLOCK_D": tiles.block_d, "EVEN_D": not full,
+            "VOCAB_ON_M": tiles.vocab_on_m, "GROUPED": grouped, "UPCAST": False, "SOFTCAP": full,
+        }  # fmt: skip
+        types = {"hidden": f"*{dtype}", "weight": f"*{dtype}", "bias": f"*{dtype}"}
+        name = f"fused_head[H={rows}, {dtype}, {'group' if grouped else 'token'}{', all arguments' if full else ''}]"
+        divisible = () if full else ("D", "stride_h", "stride_w")
+        options = {"divisible": divisible, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        yield stage1.fused_head, name, constants, types, options
+    yield stage2.reduce_tiles, "reduce_tiles", {"BLOCK_DRAWS": 1, "BLOCK_TILES": 1024}, {}, {"num_warps": 4}
+
+
+def main(targets: list[str]) -> int:
+    unknown = set(targets) - set(TARGETS)
+    if unknown:
+        print(f"unknown target {', '.join(sorted(unknown))}; known: {', '.join(TARGETS)}", file=sys.stderr)
+        return 2
+    if launch.INTERPRETED:
+        print("TRITON_INTERPRET is set: unset it, the interpreter compiles nothing", file=sys.stderr)
+        return 2
+    failed = 0
+    for target in targets or TARGETS:
+        for kernel, name, constants, types, options in variants():
+            row = {"target": target, "kernel": name}
+            try:
+                row |= resources(compile_kernel(kernel, target, constants, types, **options), target)
+            except Exception as error:
+                failed += 1
+                row["error"] = f"{type(error).__name__}: {error}"
+            print(json.dumps(row), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
