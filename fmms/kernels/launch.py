@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fmms.kernels import stage1, stage2
 
@@ -25,12 +26,24 @@ class Tiles:
     block_v: int
     block_d: int
     vocab_on_m: bool
+    tma: bool = False
     num_warps: int = 4
     num_stages: int = 4
     programs_per_sm: int = 2
 
 
-def choose_tiles(rows: int, vocab: int, width: int, itemsize: int) -> Tiles:
+def tma_allowed(*operands: torch.Tensor) -> bool:
+    """Whether Hopper's tensor copy engine can load these matrices: base address and row stride in whole 16 bytes."""
+    device = operands[0].device
+    if INTERPRETED or device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return all(
+        x.data_ptr() % 16 == 0 and x.stride(0) >= x.shape[1] and x.stride(0) * x.element_size() % 16 == 0
+        for x in operands
+    )
+
+
+def choose_tiles(rows: int, vocab: int, width: int, itemsize: int, tma: bool = False) -> Tiles:
     """Tile sizes for a problem [rows, width] x [vocab, width] of elements of `itemsize` bytes."""
     block_h = max(16, triton.next_power_of_2(rows))
     if INTERPRETED:
@@ -40,10 +53,10 @@ def choose_tiles(rows: int, vocab: int, width: int, itemsize: int) -> Tiles:
         return Tiles(block_h, block_v, min(1024, max(16, triton.next_power_of_2(width))), False)
     block_h = min(128, block_h)
     if itemsize == 4:
-        return Tiles(min(block_h, 32), 128, 32, False, 4, 3)
+        return Tiles(min(block_h, 32), 128, 32, False, tma, num_warps=4, num_stages=3)
     if block_h <= 32:
-        return Tiles(block_h, 128, 128, True, 4, 4)
-    return Tiles(block_h, 128, 64, False, 4 if block_h == 64 else 8, 4)
+        return Tiles(block_h, 128, 128, False, tma, num_warps=4, num_stages=3, programs_per_sm=2)
+    return Tiles(block_h, 128, 64, False, tma, num_warps=8, num_stages=5, programs_per_sm=1)
 
 
 @contextlib.contextmanager
@@ -71,7 +84,7 @@ def sample(hidden, weight, temperature, temperature_value, seeds, seed_value, po
     """
     rows, width = hidden.shape
     vocab = weight.shape[0]
-    tiles = tiles or choose_tiles(rows, vocab, width, hidden.element_size())
+    tiles = tiles or choose_tiles(rows, vocab, width, hidden.element_size(), tma_allowed(hidden, weight))
     n_tiles = triton.cdiv(vocab, tiles.block_v)
     device = hidden.device
 
@@ -87,6 +100,10 @@ def sample(hidden, weight, temperature, temperature_value, seeds, seed_value, po
     logprobs = empty(rows, samples) if want_logprobs else None
     lse, max_logit, valid = empty(rows), empty(rows), empty(rows, dtype=torch.bool)
 
+    hidden_operand, weight_operand = hidden, weight
+    if tiles.tma:
+        hidden_operand = TensorDescriptor.from_tensor(hidden, [tiles.block_h, tiles.block_d])
+        weight_operand = TensorDescriptor.from_tensor(weight, [tiles.block_v, tiles.block_d])
     hidden_tiles = triton.cdiv(rows, tiles.block_h)
     programs = n_tiles
     if device.type == "cuda":
@@ -95,13 +112,13 @@ def sample(hidden, weight, temperature, temperature_value, seeds, seed_value, po
     options = {} if INTERPRETED else {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     with _launch_context(device):
         stage1.fused_head[(programs, hidden_tiles)](
-            hidden, weight, bias, temperature, seeds, positions, gumbels, uniforms,
+            hidden_operand, weight_operand, bias, temperature, seeds, positions, gumbels, uniforms,
             logits, key, token, logit, tile_max, tile_sum,
             rows, vocab, width, samples, hidden.stride(0), weight.stride(0),
             0 if gumbels is None else gumbels.shape[-1], n_tiles,
             temperature_value, seed_value, position_value, logit_scale, softcap,
             BLOCK_H=tiles.block_h, BLOCK_V=tiles.block_v, BLOCK_D=tiles.block_d, EVEN_D=width % tiles.block_d == 0,
-            VOCAB_ON_M=tiles.vocab_on_m, GROUPED=scheme == "group", UPCAST=INTERPRETED, SOFTCAP=softcap != 0.0,
+            TMA=tiles.tma, VOCAB_ON_M=tiles.vocab_on_m, GROUPED=scheme == "group", UPCAST=INTERPRETED, SOFTCAP=softcap != 0.0,
             **options,
         )  # fmt: skip
         draws = 512 if INTERPRETED else 1

@@ -13,13 +13,19 @@ from fmms.kernels import epilogue as ep
 
 
 @triton.jit
-def _load_operand(pointer, rows, n_rows, stride, k, D, UPCAST: tl.constexpr, EVEN_D: tl.constexpr):
+def _load_operand(
+    operand, first, rows, n_rows, stride, start, D,
+    BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """A `[rows, BLOCK_D]` operand tile; rows past the end and columns past D read as 0."""
-    pointers = pointer + rows.to(tl.int64)[:, None] * stride + k[None, :]
-    mask = (rows < n_rows)[:, None]
-    if not EVEN_D:
-        mask = mask & (k < D)[None, :]
-    tile = tl.load(pointers, mask=mask, other=0.0)
+    if TMA:
+        tile = operand.load([first, start])
+    else:
+        k = start + tl.arange(0, BLOCK_D)
+        mask = (rows < n_rows)[:, None]
+        if not EVEN_D:
+            mask = mask & (k < D)[None, :]
+        tile = tl.load(operand + rows.to(tl.int64)[:, None] * stride + k[None, :], mask=mask, other=0.0)
     if UPCAST:
         tile = tile.to(tl.float32)
     return tile
@@ -27,8 +33,9 @@ def _load_operand(pointer, rows, n_rows, stride, k, D, UPCAST: tl.constexpr, EVE
 
 @triton.jit
 def tile_logits(
-    hidden, weight, bias, rows, tokens, H, V, D, stride_h, stride_w, logit_scale, softcap,
-    BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, VOCAB_ON_M: tl.constexpr, UPCAST: tl.constexpr, SOFTCAP: tl.constexpr,
+    hidden, weight, bias, first_row, rows, first_id, tokens, H, V, D, stride_h, stride_w, logit_scale, softcap,
+    BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, TMA: tl.constexpr, VOCAB_ON_M: tl.constexpr, UPCAST: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Logits `[rows, tokens]` in fp32: scale, softcap, bias, and -inf for tokens past the vocabulary."""
     if VOCAB_ON_M:
@@ -36,9 +43,8 @@ def tile_logits(
     else:
         acc = tl.zeros((rows.shape[0], tokens.shape[0]), tl.float32)
     for start in range(0, D, BLOCK_D):
-        k = start + tl.arange(0, BLOCK_D)
-        w = _load_operand(weight, tokens, V, stride_w, k, D, UPCAST, EVEN_D)
-        h = _load_operand(hidden, rows, H, stride_h, k, D, UPCAST, EVEN_D)
+        w = _load_operand(weight, first_id, tokens, V, stride_w, start, D, BLOCK_D, EVEN_D, TMA, UPCAST)
+        h = _load_operand(hidden, first_row, rows, H, stride_h, start, D, BLOCK_D, EVEN_D, TMA, UPCAST)
         if VOCAB_ON_M:
             acc = tl.dot(w, tl.trans(h), acc, input_precision="ieee")
         else:
@@ -112,16 +118,17 @@ def fused_head(
     H, V, D, S, stride_h, stride_w, noise_width, n_tiles,
     temperature_value, seed_value: tl.int64, position_value: tl.int64, logit_scale, softcap,
     BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
-    VOCAB_ON_M: tl.constexpr, GROUPED: tl.constexpr, UPCAST: tl.constexpr, SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr, VOCAB_ON_M: tl.constexpr, GROUPED: tl.constexpr, UPCAST: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (programs, hidden tiles). A pointer that is None is a control that was not asked for.
 
-    hidden [H, D], weight [V, D], bias [V]; temperature fp32 [H], seeds and positions int64 [H], or None: then the
+    hidden [H, D], weight [V, D] (pointers, or tensor descriptors if TMA), bias [V]; temperature fp32 [H], seeds and positions int64 [H], or None: then the
     scalar holds for all rows (a seed through SplitMix64). gumbels, uniforms: injected noise [H, S, noise_width].
     Written: logits fp32 [H, V]; out_key fp64 (relative to out_max), out_id int32, out_logit fp32 [n_tiles, S, H]; out_max, out_sum fp32
     [n_tiles, H].
     """
-    rows = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    first_row = tl.program_id(1) * BLOCK_H
+    rows = first_row + tl.arange(0, BLOCK_H)
     live = rows < H
     if temperature is None:
         t = tl.full((BLOCK_H,), temperature_value, tl.float32)
@@ -144,8 +151,8 @@ def fused_head(
         first_id = tile * BLOCK_V
         tokens = first_id + tl.arange(0, BLOCK_V)
         x = tile_logits(
-            hidden, weight, bias, rows, tokens, H, V, D, stride_h, stride_w, logit_scale, softcap,
-            BLOCK_D, EVEN_D, VOCAB_ON_M, UPCAST, SOFTCAP,
+            hidden, weight, bias, first_row, rows, first_id, tokens, H, V, D, stride_h, stride_w, logit_scale, softcap,
+            BLOCK_D, EVEN_D, TMA, VOCAB_ON_M, UPCAST, SOFTCAP,
         )  # fmt: skip
         if logits is not None:
             where = logits + rows.to(tl.int64)[:, None] * V + tokens[None, :]
