@@ -6,7 +6,9 @@ interpreter, a choice that Triton makes once per process, when it is first impor
 
 import importlib
 import os
+import re
 import sys
+from functools import cache
 
 import torch
 
@@ -22,7 +24,8 @@ def launch_module(device: torch.device):
     later GPU calls slow without a word, so the caller has to ask for it.
 
     Raises:
-        ValueError: Triton is missing, or `device` is a CPU and Triton compiles for a GPU in this process.
+        ValueError: Triton is missing; or `device` is a CPU and Triton compiles for a GPU in this process, or its
+            interpreter does not work with the NumPy that is installed.
     """
     if "triton" not in sys.modules:
         if importlib.util.find_spec("triton") is None:
@@ -34,4 +37,24 @@ def launch_module(device: torch.device):
     launch = importlib.import_module("fmms.kernels.launch")
     if device.type == "cpu" and not launch.INTERPRETED:
         raise ValueError(f"impl: 'triton' runs CPU tensors in Triton's interpreter only; {INTERPRETER_HELP}")
+    if launch.INTERPRETED and _interpreter_too_old():
+        raise ValueError(
+            f"impl: the interpreter of Triton {_version('triton')} does not work with NumPy {_version('numpy')};"
+            " pip install 'triton>=3.7' or 'numpy<2.4', or use impl='torch'"
+        )
     return launch
+
+
+@cache
+def _interpreter_too_old() -> bool:
+    """Before 3.7 it takes int() of one-element arrays, which NumPy refuses since 2.4."""
+    return _release("triton") < (3, 7) and _release("numpy") >= (2, 4)
+
+
+def _release(package: str) -> tuple[int, int]:
+    major, minor = re.match(r"(\d+)\.(\d+)", _version(package)).groups()
+    return int(major), int(minor)
+
+
+def _version(package: str) -> str:
+    return sys.modules[package].__version__
