@@ -83,7 +83,7 @@ def words(seeds: torch.Tensor, positions: torch.Tensor, units: torch.Tensor, sam
 
 
 def uniform(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """The fp64 uniform (x + 0.5) * 2**-64 of the 64-bit integer x = low + 2**32 * high; never 0, and 1 only by rounding."""
+    """The fp64 uniform (x + 0.5) * 2**-64 of the 64-bit integer x = low + 2**32 * high; never 0, 1 only by rounding."""
     return ((high.double() * 2.0**32 + low.double()) + 0.5) * 2.0**-64
 
 

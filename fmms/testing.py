@@ -23,7 +23,7 @@ def _stats():
 def draws_histogram(ids: torch.Tensor, vocab_size: int) -> np.ndarray:
     """How often each token was drawn: int64 [vocab_size]. Raises ValueError for an id outside the vocabulary."""
     ids = ids.reshape(-1)
-    if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < vocab_size):
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         raise ValueError(f"ids: expected 0 to {vocab_size - 1}, got {int(ids.min())} to {int(ids.max())}")
     return torch.bincount(ids, minlength=vocab_size).cpu().numpy()
 
@@ -64,6 +64,28 @@ def chi_square(counts, probabilities, min_expected: float = 5.0) -> float:
 def binomial_tail(successes: int, trials: int, probability: float) -> float:
     """Two-sided exact p-value that `successes` of `trials` has this probability: for rare events, such as a tail."""
     return float(_stats().binomtest(int(successes), int(trials), float(probability)).pvalue)
+
+
+def binomial_interval(successes, trials: int, confidence: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
+    """Clopper-Pearson interval of a probability from its frequency: exact, so it covers at least as often as it says.
+
+    Args:
+        successes: count or array of counts, 0 to `trials`; confidence: two-sided, of each interval by itself.
+
+    Returns:
+        Lower and upper ends, of the shape of `successes`.
+    """
+    k = np.asarray(successes, dtype=np.float64)
+    beta, tail = _stats().beta, (1 - confidence) / 2
+    low = np.where(k > 0, beta.ppf(tail, np.maximum(k, 1), trials - k + 1), 0.0)
+    high = np.where(k < trials, beta.isf(tail, k + 1, np.maximum(trials - k, 1)), 1.0)
+    return low, high
+
+
+def ecdf_band(n: int, confidence: float = 0.95) -> float:
+    """Half-width of the Dvoretzky-Kiefer-Wolfowitz band: with this confidence the empirical distribution function of n
+    independent values lies nowhere further than that from the true one (Massart's constant)."""
+    return float(np.sqrt(np.log(2 / (1 - confidence)) / (2 * n)))
 
 
 def uniform_p_values(p_values) -> float:
@@ -146,6 +168,90 @@ def _group_margin(scaled, gumbels, uniforms):
         t = torch.where(in_first, t, t - first)
         index = 2 * index + (in_first == right_first)
     return margin
+
+
+def hard_groups(depth: float = 30.0) -> torch.Tensor:
+    """Logits of single groups that are hard to draw from, tails down to `depth` nats beside peaks; fp32 [9, 32]."""
+    generator = torch.Generator().manual_seed(5)
+    ladder = -torch.arange(noise.GROUP_SIZE) * (depth / (noise.GROUP_SIZE - 1))
+    spike = torch.full((noise.GROUP_SIZE,), -depth)
+    spike[7] = 0.0
+    rows = [ladder, ladder.flip(0), torch.zeros(noise.GROUP_SIZE), spike]
+    for peak in (0, 1, 15, 16, 31):
+        row = -depth * torch.rand(noise.GROUP_SIZE, generator=generator)
+        row[peak] = 0.0
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def group_intervals(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the uniform of the `group` scheme must lie for each member to be drawn, by the definition of the descent.
+
+    Args:
+        logits: [32], of one group.
+
+    Returns:
+        Start of each member's interval on the unit interval and its length (the probability), fp64 [32] each.
+    """
+    weights = torch.exp(logits.double() - logits.max())
+    start = torch.zeros_like(weights)
+
+    def place(members, offset):
+        if len(members) == 1:
+            start[members[0]] = offset
+            return
+        left, right = members[: len(members) // 2], members[len(members) // 2 :]
+        first, second = left, right
+        if weights[right].sum() < reference.SIDE_RATIO * weights[left].sum():
+            first, second = right, left
+        place(first, offset)
+        place(second, offset + weights[first].sum())
+
+    place(list(range(len(logits))), torch.zeros((), dtype=torch.float64))
+    return start / weights.sum(), weights / weights.sum()
+
+
+def interval_widths(logits: torch.Tensor, impl: str = "auto", device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Length of the interval of uniforms that draws each member of a group, found by bisection over injected uniforms.
+
+    The length is the probability that an implementation really gives the member. Statistics cannot resolve one of
+    1e-13; bisection can. A member that no uniform reaches has length 0.
+
+    Args:
+        logits: fp32 [P, 32], P groups, finite.
+
+    Returns:
+        Lengths found and lengths wanted (the probabilities), fp64 [P, 32] each.
+    """
+    from fmms.sampling import sample
+
+    patterns, size = logits.shape
+    ids = noise.group_token_ids(noise.BLOCK_SIZE)[0]
+    exact = [group_intervals(row) for row in logits]
+    orders = torch.stack([torch.argsort(start, stable=True) for start, _ in exact])
+    wanted = torch.stack([probability for _, probability in exact])
+    rank = torch.empty_like(orders).scatter_(1, orders, torch.arange(size).expand(patterns, size))
+    # one row of the call for each edge between neighbours on the unit interval
+    pattern, edge = torch.arange(patterns).repeat_interleave(size - 1), torch.arange(size - 1).repeat(patterns)
+    rows = len(edge)
+    hidden = torch.nn.functional.one_hot(pattern, patterns).float().to(device)
+    weight = torch.zeros(noise.BLOCK_SIZE, patterns)
+    weight[ids] = logits.T.float()
+    weight = weight.to(device)
+    gumbels = torch.full((rows, 1, noise.GROUPS_PER_BLOCK), -1e6, device=device)
+    gumbels[:, 0, 0] = 0.0  # the group under test wins
+
+    low, high = torch.zeros(rows, dtype=torch.float64), torch.ones(rows, dtype=torch.float64)
+    for _ in range(64):
+        middle = (low + high) / 2
+        uniforms = middle[:, None, None].expand(rows, 1, noise.GROUPS_PER_BLOCK).contiguous().to(device)
+        drawn = sample(hidden, weight, impl=impl, noise=(gumbels, uniforms), seed=0).ids.cpu()
+        member = (drawn[:, None] == ids).int().argmax(-1)
+        below = rank[pattern, member] <= edge
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    edges = torch.nn.functional.pad(high.reshape(patterns, size - 1), (1, 1))
+    edges[:, -1] = 1.0
+    return torch.diff(edges, dim=1).gather(1, rank), wanted
 
 
 @contextlib.contextmanager

@@ -75,8 +75,8 @@ def variants():
         # `full`: every optional argument there, D not a multiple of the tile
         absent = {} if full else {"bias": None, "gumbels": None, "uniforms": None, "logits": None}
         constants = absent | {
-            "BLOCK_H": tiles.block_h, "BLOCK_V": tiles.block_v, "BLOCK_D": tiles.block_d, "EVEN_D": not full, "TMA": False,
-            "VOCAB_ON_M": tiles.vocab_on_m, "GROUPED": grouped, "UPCAST": False, "SOFTCAP": full,
+            "BLOCK_H": tiles.block_h, "BLOCK_V": tiles.block_v, "BLOCK_D": tiles.block_d, "EVEN_D": not full,
+            "TMA": False, "VOCAB_ON_M": tiles.vocab_on_m, "GROUPED": grouped, "UPCAST": False, "SOFTCAP": full,
         }  # fmt: skip
         types = {"hidden": f"*{dtype}", "weight": f"*{dtype}", "bias": f"*{dtype}"}
         name = f"fused_head[H={rows}, {dtype}, {'group' if grouped else 'token'}{', all arguments' if full else ''}]"

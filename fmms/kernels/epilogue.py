@@ -33,7 +33,7 @@ def row_seed(seed, row):
 
 @triton.jit
 def noise_words(seed, position, unit, sample, PURPOSE: tl.constexpr):
-    """Philox words of each (row, unit), `[rows, units]`; seed and position are 64-bit `[rows, 1]`, unit is `[1, units]`."""
+    """Philox words `[rows, units]` of each (row, unit); seed and position: 64-bit `[rows, 1]`, unit: `[1, units]`."""
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     unit, low = tl.broadcast(unit.to(tl.uint32), low)
@@ -139,11 +139,10 @@ def _step(left, right, t, index):
 
 
 @triton.jit
-def choose_member(p, u):
-    """Index of the member that the fp64 uniform u picks in each group of weights p `[rows, groups, 32]`.
+def _tree(p):
+    """Left and right sums of every node of the tree over the members, the root first, and the group's total.
 
-    t is carried in fp64: a light token behind a heavy sibling needs 2**-53 of the group's sum resolved.
-    """
+    The order of the additions is written out: a reduction's order may follow the tile, and the ids must not."""
     l4, r4 = _pairs(p)
     s4 = l4 + r4
     l3, r3 = _pairs(s4)
@@ -154,7 +153,22 @@ def choose_member(p, u):
     s1 = l1 + r1
     l0, r0 = _pairs(s1)
     l0, r0 = _only(l0), _only(r0)
-    total = l0 + r0
+    return l0, r0, l1, r1, l2, r2, l3, r3, l4, r4, l0 + r0
+
+
+@triton.jit
+def group_total(p):
+    """Sum of the weights `[rows, groups, 32]` of each group."""
+    return _tree(p)[10]
+
+
+@triton.jit
+def choose_member(p, u):
+    """Index of the member that the fp64 uniform u picks in each group of weights p `[rows, groups, 32]`.
+
+    t is carried in fp64: a light token behind a heavy sibling needs 2**-53 of the group's sum resolved.
+    """
+    l0, r0, l1, r1, l2, r2, l3, r3, l4, r4, total = _tree(p)
     t = u * total.to(tl.float64)
     t, index, right = _step(l0, r0, t, tl.zeros_like(total).to(tl.int32))
     l1, r1 = _keep_half(l1, right), _keep_half(r1, right)

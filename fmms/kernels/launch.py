@@ -47,10 +47,11 @@ def choose_tiles(rows: int, vocab: int, width: int, itemsize: int, tma: bool = F
     """Tile sizes for a problem [rows, width] x [vocab, width] of elements of `itemsize` bytes."""
     block_h = max(16, triton.next_power_of_2(rows))
     if INTERPRETED:
-        # NumPy's cost is per operation, not per element: a few large tiles
+        # NumPy's cost is per operation more than per element: few, large tiles, of at most 2**20 elements (Triton's
+        # limit) and narrow along D (measured: 5 times faster than square ones at V = 49152, D = 576)
         block_h = min(512, block_h)
-        block_v = min((1 << 21) // block_h, max(128, triton.next_power_of_2(vocab)))
-        return Tiles(block_h, block_v, min(1024, max(16, triton.next_power_of_2(width))), False)
+        block_v = min(1 << 14, (1 << 20) // block_h, max(128, triton.next_power_of_2(vocab)))
+        return Tiles(block_h, block_v, min(64, max(16, triton.next_power_of_2(width))), vocab_on_m=False)
     block_h = min(128, block_h)
     if itemsize == 4:
         return Tiles(min(block_h, 32), 128, 32, False, tma, num_warps=4, num_stages=3)
@@ -71,8 +72,10 @@ def _launch_context(device: torch.device):
             yield
 
 
-def sample(hidden, weight, temperature, temperature_value, seeds, seed_value, positions, position_value,
-           samples, scheme, gumbels, uniforms, logit_scale, softcap, bias, want_logprobs, want_logits, tiles=None):  # fmt: skip
+def sample(
+    hidden, weight, temperature, temperature_value, seeds, seed_value, positions, position_value, samples, scheme,
+    gumbels, uniforms, logit_scale, softcap, bias, want_logprobs, want_logits, tiles=None,
+):  # fmt: skip
     """Runs both stages on the tensors' device.
 
     Per-row controls are tensors, or None and then the `_value` scalar holds for every row. `tiles` overrides the
@@ -118,7 +121,8 @@ def sample(hidden, weight, temperature, temperature_value, seeds, seed_value, po
             0 if gumbels is None else gumbels.shape[-1], n_tiles,
             temperature_value, seed_value, position_value, logit_scale, softcap,
             BLOCK_H=tiles.block_h, BLOCK_V=tiles.block_v, BLOCK_D=tiles.block_d, EVEN_D=width % tiles.block_d == 0,
-            TMA=tiles.tma, VOCAB_ON_M=tiles.vocab_on_m, GROUPED=scheme == "group", UPCAST=INTERPRETED, SOFTCAP=softcap != 0.0,
+            TMA=tiles.tma, VOCAB_ON_M=tiles.vocab_on_m, GROUPED=scheme == "group", UPCAST=INTERPRETED,
+            SOFTCAP=softcap != 0.0,
             **options,
         )  # fmt: skip
         draws = 512 if INTERPRETED else 1

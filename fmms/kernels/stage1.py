@@ -66,11 +66,11 @@ def mask_tail(x, tokens, V):
 
 @triton.jit
 def summarise_groups(x, inv_t):
-    """Weights `[rows, groups, 32]` of the members relative to their group's maximum; maxima and sums `[rows, groups]`."""
+    """Weights `[rows, groups, 32]` of the members relative to the group's maximum; maxima and sums `[rows, groups]`."""
     g = ep.to_groups(x)
     m = tl.max(g, 2)
     p = ep.exp_weights(g, tl.expand_dims(m, 2), tl.expand_dims(tl.expand_dims(inv_t, 1), 2))
-    return p, m, tl.sum(p, 2)
+    return p, m, ep.group_total(p)
 
 
 @triton.jit
@@ -122,10 +122,10 @@ def fused_head(
 ):  # fmt: skip
     """Grid: (programs, hidden tiles). A pointer that is None is a control that was not asked for.
 
-    hidden [H, D], weight [V, D] (pointers, or tensor descriptors if TMA), bias [V]; temperature fp32 [H], seeds and positions int64 [H], or None: then the
-    scalar holds for all rows (a seed through SplitMix64). gumbels, uniforms: injected noise [H, S, noise_width].
-    Written: logits fp32 [H, V]; out_key fp64 (relative to out_max), out_id int32, out_logit fp32 [n_tiles, S, H]; out_max, out_sum fp32
-    [n_tiles, H].
+    hidden [H, D], weight [V, D] (pointers, or tensor descriptors if TMA), bias [V]; temperature fp32 [H], seeds and
+    positions int64 [H], or None: then the scalar holds for all rows (a seed through SplitMix64). gumbels, uniforms:
+    injected noise [H, S, noise_width]. Written: logits fp32 [H, V]; out_key fp64 (relative to out_max), out_id int32,
+    out_logit fp32 [n_tiles, S, H]; out_max, out_sum fp32 [n_tiles, H].
     """
     first_row = tl.program_id(1) * BLOCK_H
     rows = first_row + tl.arange(0, BLOCK_H)

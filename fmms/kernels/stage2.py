@@ -16,8 +16,8 @@ def reduce_tiles(
     ids, logprobs, lse, max_logit, valid, H, S, n_tiles,
     BLOCK_DRAWS: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of draws,), a draw being a (row, sample) pair. Inputs as stage 1 writes them; written: ids int64 and
-    logprobs fp32 [H, S] (logprobs may be None), lse and max_logit fp32 [H], valid bool [H]."""
+    """Grid: (blocks of draws,), a draw being a (row, sample) pair. Inputs as stage 1 writes them. Written: ids int64
+    and logprobs fp32 [H, S] (logprobs may be None), lse and max_logit fp32 [H], valid bool [H]."""
     draw = tl.program_id(0) * BLOCK_DRAWS + tl.arange(0, BLOCK_DRAWS)
     live = draw < H * S
     row, sample = draw // S, draw % S

@@ -97,72 +97,11 @@ def check_winning_tail(device, scheme="group"):
         assert fmms.sample(hidden, weight, seed=seeds, noise_scheme=scheme, impl="triton").ids.item() == 0
 
 
-def group_patterns() -> torch.Tensor:
-    """Logits [P, 32] of single groups that are hard to draw from: tails down to 30 nats beside peaks."""
-    generator = torch.Generator().manual_seed(5)
-    rows = []
-    for peak in (0, 1, 15, 16, 31):
-        row = -30.0 * torch.rand(32, generator=generator)
-        row[peak] = 0.0
-        rows.append(row)
-    ladder = -torch.arange(32) * (30.0 / 31)
-    rows += [ladder, ladder.flip(0), torch.zeros(32), torch.where(torch.arange(32) == 7, 0.0, -30.0)]
-    return torch.stack(rows)
-
-
-def intervals(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Start of each member's interval on the unit interval by the definition, and its probability: fp64 [32] each."""
-    weights = torch.exp(logits.double() - logits.max())
-    start = torch.zeros(32, dtype=torch.float64)
-
-    def place(members, offset):
-        if len(members) == 1:
-            start[members[0]] = offset
-            return
-        left, right = members[: len(members) // 2], members[len(members) // 2 :]
-        first, second = left, right
-        if weights[right].sum() < reference.SIDE_RATIO * weights[left].sum():
-            first, second = right, left
-        place(first, offset)
-        place(second, offset + weights[first].sum())
-
-    place(list(range(32)), torch.zeros((), dtype=torch.float64))
-    return start / weights.sum(), weights / weights.sum()
-
-
 def check_interval_widths(device):
     """Every token's interval inside its group has the width of its probability within 1e-3, down to 30 nats."""
-    patterns = group_patterns()
-    orders = torch.stack([torch.argsort(intervals(logits)[0], stable=True) for logits in patterns])
-    rank = torch.empty_like(orders).scatter_(1, orders, torch.arange(32).expand(len(patterns), 32))
-    # one row of the call for each edge between neighbours on the unit interval
-    pattern = torch.arange(len(patterns)).repeat_interleave(31)
-    edge = torch.arange(31).repeat(len(patterns))
-    rows = len(edge)
-    hidden = torch.nn.functional.one_hot(pattern, len(patterns)).float().to(device)
-    weight = torch.zeros(128, len(patterns), device=device)
-    ids = noise.group_token_ids(128)[0]
-    weight[ids.to(device)] = patterns.T.to(device)
-    gumbels = torch.full((rows, 1, 4), -1e6, device=device)
-    gumbels[:, 0, 0] = 0.0  # the group under test wins
-
-    def rank_at(uniform):
-        uniforms = uniform[:, None, None].expand(rows, 1, 4).contiguous().to(device)
-        drawn = fmms.sample(hidden, weight, impl="triton", noise=(gumbels, uniforms), seed=0).ids.cpu()
-        member = (drawn[:, None] == ids[None, :]).int().argmax(-1)
-        return rank[pattern, member]
-
-    low, high = torch.zeros(rows, dtype=torch.float64), torch.ones(rows, dtype=torch.float64)
-    for _ in range(64):
-        middle = (low + high) / 2
-        below = rank_at(middle) <= edge
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    for i, logits in enumerate(patterns):
-        probability = intervals(logits)[1][orders[i]]
-        widths = torch.diff(torch.cat([zero, high[pattern == i], one]))
-        relative = (widths / probability - 1).abs()
-        assert relative.max() < 1e-3, f"pattern {i}: an interval's width is off by {relative.max():.2e}"
+    found, wanted = testing.interval_widths(testing.hard_groups(), impl="triton", device=device)
+    error = (found / wanted - 1).abs().max().item()
+    assert error < 1e-3, f"an interval's width is off by {error:.2e}"
 
 
 def check_rows_independent(device, draws=4096):

@@ -15,7 +15,8 @@ from fmms.kernels import cross_compile as c
 kernels = list(c.variants())
 for kernel, name, constants, types, options in (kernels[0], kernels[-1]):
     for target in ("sm_90", "gfx942"):
-        print(json.dumps([name, target, c.resources(c.compile_kernel(kernel, target, constants, types, **options), target)]))
+        compiled = c.compile_kernel(kernel, target, constants, types, **options)
+        print(json.dumps([name, target, c.resources(compiled, target)]))
 """
 
 

@@ -1,4 +1,4 @@
-"""The reference itself, checked in fp64 against definitions it does not use: softmax, exact probabilities, closed forms."""
+"""The reference, checked in fp64 against what it does not use: softmax, exact probabilities, closed forms."""
 
 import pytest
 import torch
