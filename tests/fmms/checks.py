@@ -56,11 +56,11 @@ def check_equals_reference(device, rows, vocab, width, scheme, samples=1, dtype=
 
 def check_tile_invariance(device, scheme="group"):
     """The same ids for every tile size and either operand order."""
-    rows, vocab, width = 5, 1500, 48
+    rows, vocab, width = 5, 900, 32
     hidden, weight = testing.integer_problem(rows, vocab, width, device=device)
     temperature = torch.tensor([1.0, 0.3, 0.0, 2.0, 1.0], device=device)
     seeds, positions = noise.row_seeds(1, rows, device), torch.full((rows,), 9, device=device)
-    shapes = [(16, 128, 16, False), (16, 256, 32, True), (16, 512, 64, False), (32, 128, 64, True)]
+    shapes = [(16, 128, 16, False), (16, 256, 32, True), (32, 512, 32, False)]
     results = [run_tiles(hidden, weight, temperature, seeds, positions, tiles_of(*s), 4, scheme) for s in shapes]
     for other in results[1:]:
         assert torch.equal(results[0], other)
@@ -104,13 +104,11 @@ def check_interval_widths(device):
     assert error < 1e-3, f"an interval's width is off by {error:.2e}"
 
 
-def check_rows_independent(device, draws=4096):
-    """Rows and steps of one call do not repeat each other's noise (false-alarm rate 1e-6 each)."""
-    vocab = 8
-    weight = torch.zeros(vocab, 16, device=device)
-    hidden = torch.ones(2 * draws, 16, device=device)
-    ids = fmms.sample(hidden, weight, seed=11, impl="triton").ids.cpu()
-    assert testing.independence(ids[:draws], ids[draws:], vocab) > 1e-6
-    assert testing.chi_square(testing.draws_histogram(ids, vocab), [1 / vocab] * vocab) > 1e-6
-    later = fmms.sample(hidden, weight, seed=11, position=1, impl="triton").ids.cpu()
-    assert testing.independence(ids, later, vocab) > 1e-6
+def check_rows_independent(device):
+    """Rows and steps of one call do not repeat each other's noise."""
+
+    def sampler(hidden, weight, temperature, seeds, positions):
+        # the integer form of the seed: rows get theirs on the device
+        return fmms.sample(hidden, weight, temperature, seed=11, position=positions, impl="triton").ids
+
+    testing.check_independence(sampler, pairs=2048, device=device)
