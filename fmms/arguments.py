@@ -66,7 +66,8 @@ def check_temperature(value, rows: int, device) -> tuple[torch.Tensor | None, fl
     value = check_number("temperature", value, "a number >= 0 (0 = greedy), or a float tensor [H]")
     if not value >= 0:
         fail("temperature", "a number >= 0 (0 = greedy)", value)
-    return None, value
+    # temperatures are fp32; above its range they are all infinitely hot
+    return None, min(value, torch.finfo(torch.float32).max)
 
 
 def check_number(name: str, value, expected: str = "a number") -> float:
@@ -122,15 +123,17 @@ def check_bias(value, vocab: int, device) -> torch.Tensor:
 
 
 def check_noise(value, scheme: str, shape: tuple[int, int, int], device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Injected noise: Gumbels for `token`; Gumbels and uniforms for `group`; float32 or float64 of the given shape."""
+    """Injected noise of the given shape: Gumbels for `token`, Gumbels and uniforms for `group`; float32 or float64, the
+    uniforms also int64 (the 64 bits of x)."""
     parts = (value,) if isinstance(value, torch.Tensor) else value
     wanted = 1 if scheme == "token" else 2
     layout = "Gumbels [H, S, V]" if scheme == "token" else "a pair (Gumbels, uniforms), each [H, S, G]"
     if not isinstance(parts, (tuple, list)) or len(parts) != wanted:
         fail("noise", f"{layout} for noise_scheme={scheme!r}", value)
-    for part in parts:
+    for part, whole_bits in zip(parts, (False, True), strict=False):
         if not isinstance(part, torch.Tensor) or part.shape != shape:
             fail("noise", f"{layout} = {list(shape)}", part)
-        if part.dtype not in (torch.float32, torch.float64) or part.device != device:
-            fail("noise", f"float32 or float64 on {device}", part)
+        dtypes = (torch.float32, torch.float64, torch.int64)[: 3 if whole_bits else 2]
+        if part.dtype not in dtypes or part.device != device:
+            fail("noise", f"float32 or float64 (uniforms: or int64) on {device}", part)
     return parts[0].contiguous(), parts[1].contiguous() if wanted == 2 else None

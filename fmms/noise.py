@@ -87,6 +87,26 @@ def uniform(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     return ((high.double() * 2.0**32 + low.double()) + 0.5) * 2.0**-64
 
 
+COARSE_BITS = 26
+"""Bits of a uniform in its coarse part: times a 24-bit weight that product is exact in fp64."""
+
+
+def uniform_parts(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The uniform (x + 0.5) * 2**-64, unrounded, as fp64 coarse + fine: the 26 leading bits of x, and the rest."""
+    shift = 32 - COARSE_BITS
+    coarse = (high >> shift).double() * 2.0**-COARSE_BITS
+    fine = ((high & ((1 << shift) - 1)).double() * 2.0**32 + low.double() + 0.5) * 2.0**-64
+    return coarse, fine
+
+
+def split_uniform(uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same parts of an injected uniform: an fp64 or fp32 number in [0, 1], or int64 for the 64 bits of x."""
+    if uniform.dtype == torch.int64:
+        return uniform_parts(uniform & _MASK32, (uniform >> 32) & _MASK32)
+    coarse = torch.floor(uniform.double() * 2.0**COARSE_BITS) * 2.0**-COARSE_BITS
+    return coarse, uniform.double() - coarse
+
+
 def gumbel(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """The standard Gumbel variate of a 64-bit word, in fp64: -log(-log1p(-u)) with u = (x + 0.5) * 2**-64.
 

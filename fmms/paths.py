@@ -49,6 +49,11 @@ def data_dir(profile: str) -> Path:
     return project_root() / "data" / check_profile(profile)
 
 
+def reference_dir() -> Path:
+    """`data/reference`: published numbers of others, with their own README."""
+    return project_root() / "data" / "reference"
+
+
 def figures_dir(profile: str) -> Path:
     """`figures/<profile>`: rendered figures and the HTML report of this profile."""
     return project_root() / "figures" / check_profile(profile)

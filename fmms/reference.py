@@ -9,10 +9,10 @@ import torch
 
 from fmms import noise
 
-SIDE_RATIO = 0.6180340051651001
-"""fp32 value of (sqrt(5) - 1) / 2. In a descent step the right side is tested first if it is lighter than this times
-the left one. No ratio of two small integers lies near it, so sides made of equally likely tokens never sit on the edge
-of the decision, and two implementations that round differently still take the same way down."""
+SIDE_RATIO = 0.61803400516510009765625
+"""0.618034 rounded to fp32, close to (sqrt(5) - 1) / 2. In a descent step the right side is tested first if it is
+lighter than this times the left one. No ratio of two small integers lies near it, so sides made of equally likely tokens
+never sit on the edge of the decision, and two implementations that round differently still take the same way down."""
 
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 """Bounds of a positive temperature: within them T and 1 / T are normal fp32 numbers. A smaller T samples evenly among
@@ -48,17 +48,20 @@ def compute_logits(hidden, weight, logit_scale: float = 1.0, softcap: float = 0.
     return logits
 
 
-def descend(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def descend(weights: torch.Tensor, coarse: torch.Tensor, fine: torch.Tensor) -> torch.Tensor:
     """Chooses a member of each group with probability proportional to its weight, by a descent over pairwise sums.
 
     At each node the uniform, scaled to the node's sum, is compared with the side tested first: the left one, or the
-    right one if it is lighter by SIDE_RATIO. Testing a light side first gives it the interval [0, weight), which
-    floating point resolves to full relative precision however small the weight; the heavy side takes the rest. So a
-    token 30 nats below its neighbour keeps an interval of its own width, and a token of weight 0 is never reached.
+    right one if it is lighter by SIDE_RATIO. Testing a light side first gives it the whole interval [0, weight), and
+    the heavy side takes the rest with whatever the sums lost to rounding. A token of weight 0 is never reached.
+
+    What is left of the uniform after a heavy side was passed must still resolve a light one behind it: 1e-13 of the
+    sum, 30 nats down. So it is carried unrounded, as two fp64 numbers (Dekker, "A floating-point technique for
+    extending the available precision", 1971).
 
     Args:
         weights: [..., 2**k], non-negative, not all 0.
-        uniform: [...], in [0, 1].
+        coarse, fine: [...], parts of a uniform in [0, 1] (`fmms.noise.uniform_parts`).
 
     Returns:
         int64 [...], index of the chosen member.
@@ -68,14 +71,19 @@ def descend(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         left, right = sums[..., 0::2], sums[..., 1::2]
         levels.append((left, right))
         sums = left + right
-    t = uniform * sums[..., 0]
-    index = torch.zeros_like(t, dtype=torch.int64)
+    total = sums[..., 0]
+    leading = total.float().double()
+    high, low = coarse * leading, coarse * (total - leading) + fine * total
+    index = torch.zeros_like(total, dtype=torch.int64)
     for left, right in reversed(levels):
         left, right = (side.gather(-1, index[..., None])[..., 0] for side in (left, right))
         right_first = right < SIDE_RATIO * left
         first = torch.where(right_first, right, left)
-        in_first = t < first
-        t = torch.where(in_first, t, t - first)
+        rest = high - first
+        rest_low = low + ((high - rest) - first)
+        # not high + low < first: that sum would be rounded before it is compared
+        in_first = rest + rest_low < 0
+        high, low = torch.where(in_first, high, rest), torch.where(in_first, low, rest_low)
         index = 2 * index + (in_first == right_first)
     return index
 
@@ -92,14 +100,14 @@ def token_draw(scaled: torch.Tensor, gumbels: torch.Tensor) -> torch.Tensor:
     return first_argmax(scaled[:, None, :] + gumbels.double())
 
 
-def group_draw(scaled: torch.Tensor, gumbels: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def group_draw(scaled: torch.Tensor, gumbels: torch.Tensor, uniforms: tuple[torch.Tensor, torch.Tensor]):
     """The `group` scheme: argmax over groups of log-sum-exp + Gumbel, then one uniform picks a token inside the winner.
 
     A categorical distribution factorises over any partition, so this draws from softmax(scaled) with one Gumbel and
     one uniform for every 32 tokens.
 
     Args:
-        scaled: fp64 [H, V]; gumbels, uniforms: [H, S, G].
+        scaled: fp64 [H, V]; gumbels: [H, S, G]; uniforms: their coarse and fine parts, [H, S, G] each.
 
     Returns:
         int64 [H, S].
@@ -115,8 +123,8 @@ def group_draw(scaled: torch.Tensor, gumbels: torch.Tensor, uniforms: torch.Tens
     # a group whose members are all masked has log-sum-exp -inf and can win only where the whole row is masked
     group = first_argmax(keys)
     row = torch.arange(rows, device=scaled.device)[:, None]
-    uniform = uniforms.double().gather(-1, group[..., None])[..., 0]
-    return ids[group, descend(weights[row, group], uniform)]
+    coarse, fine = (part.gather(-1, group[..., None])[..., 0] for part in uniforms)
+    return ids[group, descend(weights[row, group], coarse, fine)]
 
 
 def first_argmax(x: torch.Tensor) -> torch.Tensor:
@@ -127,7 +135,8 @@ def first_argmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def make_noise(scheme: str, seeds, positions, samples: int, vocab_size: int):
-    """The Gumbels and uniforms that a scheme draws with: ([H, S, V], None) or ([H, S, G], [H, S, G]), fp64."""
+    """The Gumbels and parts of uniforms that a scheme draws with: [H, S, V] and None, or [H, S, G] and a pair of
+    [H, S, G]; all fp64."""
     device = seeds.device
     sample_ids = torch.arange(samples, device=device)
     if scheme == "token":
@@ -135,7 +144,7 @@ def make_noise(scheme: str, seeds, positions, samples: int, vocab_size: int):
         return noise.gumbel(w[0], w[1]), None
     units = torch.arange(noise.group_count(vocab_size), device=device)
     w = noise.words(seeds, positions, units, sample_ids, noise.PURPOSE_GROUP)
-    return noise.gumbel(w[0], w[1]), noise.uniform(w[2], w[3])
+    return noise.gumbel(w[0], w[1]), noise.uniform_parts(w[2], w[3])
 
 
 def sample_from_logits(logits, temperature, seeds, positions, samples=1, scheme="group", injected=None):
@@ -147,7 +156,8 @@ def sample_from_logits(logits, temperature, seeds, positions, samples=1, scheme=
         seeds, positions: int64 [H].
         samples: independent draws per row, S.
         scheme: "group" or "token".
-        injected: None, or (Gumbels, uniforms or None) to use in place of the generator's.
+        injected: None, or Gumbels and uniforms (None for "token") to use in place of the generator's; the uniforms
+            fp64, fp32 or int64 (all 64 bits), [H, S, G].
 
     Returns:
         ids int64 [H, S], logprobs fp32 [H, S], lse fp32 [H] (of logits / T), max_logit fp32 [H], valid bool [H].
@@ -165,7 +175,11 @@ def sample_from_logits(logits, temperature, seeds, positions, samples=1, scheme=
     valid = torch.isfinite(log_total) & torch.isfinite(max_logit) & (temperature >= 0)
 
     safe = torch.where(valid[:, None], scaled, 0.0)
-    gumbels, uniforms = injected if injected else make_noise(scheme, seeds, positions, samples, x.shape[-1])
+    if injected:
+        gumbels, uniforms = injected
+        uniforms = None if uniforms is None else noise.split_uniform(uniforms)
+    else:
+        gumbels, uniforms = make_noise(scheme, seeds, positions, samples, x.shape[-1])
     drawn = token_draw(safe, gumbels) if scheme == "token" else group_draw(safe, gumbels, uniforms)
     ids = torch.where(greedy[:, None], first_argmax(torch.where(valid[:, None], x, 0.0))[:, None], drawn)
     logprobs = scaled.gather(-1, ids) - log_total[:, None]

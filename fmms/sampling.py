@@ -68,7 +68,8 @@ def sample(
         return_logprobs, return_logits: also return these.
         noise_scheme: "group" (one Gumbel for 32 tokens) or "token" (one per token); docs/noise.md.
         noise: noise to use in place of the generator's, for tests: Gumbels [H, S, V] for "token", or a pair of
-            Gumbels and uniforms, each [H, S, G] with G = 4 * ceil(V / 128), for "group".
+            Gumbels and uniforms, each [H, S, G] with G = 4 * ceil(V / 128), for "group"; int64 uniforms are the 64
+            bits of x.
         impl: "auto", "triton" (GPU; on a CPU in Triton's interpreter) or "torch" (any device).
 
     Returns:

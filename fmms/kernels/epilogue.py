@@ -43,9 +43,22 @@ def noise_words(seed, position, unit, sample, PURPOSE: tl.constexpr):
 
 
 @triton.jit
-def uniform64(low, high):
-    """fp64 uniform (x + 0.5) * 2**-64 of the 64-bit integer with these words."""
-    return ((high.to(tl.float64) * 4294967296.0 + low.to(tl.float64)) + 0.5) * 5.421010862427522e-20
+def uniform_parts(low, high):
+    """The uniform (x + 0.5) * 2**-64 as fp64 coarse + fine, nothing rounded: the 26 leading bits of x, and the rest."""
+    coarse = (high >> 6).to(tl.float64) * 1.4901161193847656e-08
+    fine = ((high & 63).to(tl.float64) * 4294967296.0 + low.to(tl.float64) + 0.5) * 5.421010862427522e-20
+    return coarse, fine
+
+
+@triton.jit
+def split_uniform(u):
+    """The same parts of an injected uniform: a float, or an int64 that holds x."""
+    if u.dtype == tl.int64:
+        coarse, fine = uniform_parts((u & 0xFFFFFFFF).to(tl.uint32), ((u >> 32) & 0xFFFFFFFF).to(tl.uint32))
+    else:
+        coarse = tl.floor(u.to(tl.float64) * 67108864.0) * 1.4901161193847656e-08
+        fine = u.to(tl.float64) - coarse
+    return coarse, fine
 
 
 @triton.jit
@@ -127,15 +140,17 @@ def _keep_half(x, right):
 
 
 @triton.jit
-def _step(left, right, t, index):
-    """One step of the descent: `fmms.reference.descend` has the reasoning. t is fp64, the sums fp32."""
+def _step(left, right, high, low, index):
+    """One step of the descent: `fmms.reference.descend` has the reasoning. high + low is what is left of the uniform,
+    fp64; the sums are fp32."""
     right_first = right < left * _SIDE_RATIO
     first = tl.where(right_first, right, left).to(tl.float64)
-    in_first = t < first
+    rest = high - first
+    rest_low = low + ((high - rest) - first)
+    in_first = rest + rest_low < 0.0
     went_right = in_first == right_first
-    # max: a compiler may contract u * total - first into one rounding, which can fall below 0 and then reach weight 0
-    rest = tl.maximum(t - first, 0.0)
-    return tl.where(in_first, t, rest), index * 2 + went_right.to(tl.int32), went_right
+    high, low = tl.where(in_first, high, rest), tl.where(in_first, low, rest_low)
+    return high, low, index * 2 + went_right.to(tl.int32), went_right
 
 
 @triton.jit
@@ -163,28 +178,26 @@ def group_total(p):
 
 
 @triton.jit
-def choose_member(p, u):
-    """Index of the member that the fp64 uniform u picks in each group of weights p `[rows, groups, 32]`.
-
-    t is carried in fp64: a light token behind a heavy sibling needs 2**-53 of the group's sum resolved.
-    """
+def choose_member(p, coarse, fine):
+    """Index of the member that a uniform (its fp64 parts) picks in each group of weights p `[rows, groups, 32]`."""
     l0, r0, l1, r1, l2, r2, l3, r3, l4, r4, total = _tree(p)
-    t = u * total.to(tl.float64)
-    t, index, right = _step(l0, r0, t, tl.zeros_like(total).to(tl.int32))
+    # coarse * total is exact: 26 + 24 bits
+    total = total.to(tl.float64)
+    high, low, index, right = _step(l0, r0, coarse * total, fine * total, tl.zeros_like(l0).to(tl.int32))
     l1, r1 = _keep_half(l1, right), _keep_half(r1, right)
     l2, r2 = _keep_half(l2, right), _keep_half(r2, right)
     l3, r3 = _keep_half(l3, right), _keep_half(r3, right)
     l4, r4 = _keep_half(l4, right), _keep_half(r4, right)
-    t, index, right = _step(_only(l1), _only(r1), t, index)
+    high, low, index, right = _step(_only(l1), _only(r1), high, low, index)
     l2, r2 = _keep_half(l2, right), _keep_half(r2, right)
     l3, r3 = _keep_half(l3, right), _keep_half(r3, right)
     l4, r4 = _keep_half(l4, right), _keep_half(r4, right)
-    t, index, right = _step(_only(l2), _only(r2), t, index)
+    high, low, index, right = _step(_only(l2), _only(r2), high, low, index)
     l3, r3 = _keep_half(l3, right), _keep_half(r3, right)
     l4, r4 = _keep_half(l4, right), _keep_half(r4, right)
-    t, index, right = _step(_only(l3), _only(r3), t, index)
+    high, low, index, right = _step(_only(l3), _only(r3), high, low, index)
     l4, r4 = _keep_half(l4, right), _keep_half(r4, right)
-    t, index, right = _step(_only(l4), _only(r4), t, index)
+    high, low, index, right = _step(_only(l4), _only(r4), high, low, index)
     return index
 
 

@@ -89,13 +89,15 @@ def draw_groups(
     if gumbels is None:
         w0, w1, w2, w3 = ep.noise_words(seed[:, None], position[:, None], unit, sample, ep._PURPOSE_GROUP)
         z = ep.gumbel(w0, w1)
-        u = ep.uniform64(w2, w3)
+        coarse, fine = ep.uniform_parts(w2, w3)
     else:
         mask = live[:, None] & (unit < n_groups)
         z = tl.load(gumbels + noise_row[:, None] + unit, mask=mask, other=0.0)
-        u = tl.load(uniforms + noise_row[:, None] + unit, mask=mask, other=0.5).to(tl.float64)
+        coarse, fine = ep.split_uniform(tl.load(uniforms + noise_row[:, None] + unit, mask=mask, other=0))
     key = _relative(m, tile_max, inv_t) + (tl.log(total).to(tl.float64) + z.to(tl.float64))
-    return ep.best_of(key, ep.member_id(unit, ep.choose_member(p, u)))
+    # unit and member in one number: between equal keys the lowest group wins, whichever of its tokens was drawn
+    best, drawn = ep.best_of(key, unit * 32 + ep.choose_member(p, coarse, fine))
+    return best, ep.member_id(drawn >> 5, drawn & 31)
 
 
 @triton.jit

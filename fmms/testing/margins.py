@@ -43,7 +43,7 @@ def _group_margin(scaled, gumbels, uniforms):
     while sums.shape[-1] > 1:
         levels.append((sums[..., 0::2], sums[..., 1::2]))
         sums = levels[-1][0] + levels[-1][1]
-    t = uniforms.gather(-1, group[..., None])[..., 0] * sums[..., 0]
+    t = (uniforms[0] + uniforms[1]).gather(-1, group[..., None])[..., 0] * sums[..., 0]
     spread = t.clone()
     index = torch.zeros_like(t, dtype=torch.int64)
     for left, right in reversed(levels):
@@ -61,14 +61,19 @@ def _group_margin(scaled, gumbels, uniforms):
 
 
 def hard_groups(depth: float = 30.0) -> torch.Tensor:
-    """Logits of single groups that are hard to draw from, tails down to `depth` nats beside peaks; fp32 [9, 32]."""
+    """Logits of single groups that are hard to draw from, fp32 [P, 32]: tails down to `depth` nats beside peaks, and
+    light members behind many heavy ones."""
     generator = torch.Generator().manual_seed(5)
-    ladder = -torch.arange(noise.GROUP_SIZE) * (depth / (noise.GROUP_SIZE - 1))
-    spike = torch.full((noise.GROUP_SIZE,), -depth)
-    spike[7] = 0.0
-    rows = [ladder, ladder.flip(0), torch.zeros(noise.GROUP_SIZE), spike]
+    size = noise.GROUP_SIZE
+    ladder = -torch.arange(size) * (depth / (size - 1))
+    rows = [ladder, ladder.flip(0), torch.zeros(size)]
+    for member in (0, 7, 30, 31):
+        rows.append(torch.where(torch.arange(size) == member, 0.0, -depth))
+        rows.append(torch.where(torch.arange(size) == member, -depth, 0.0))
+    rows.append(torch.where(torch.arange(size) % 2 == 0, 0.0, -depth))
+    rows.append(torch.where(torch.rand(size, generator=generator) < 0.5, 0.0, -depth))
     for peak in (0, 1, 15, 16, 31):
-        row = -depth * torch.rand(noise.GROUP_SIZE, generator=generator)
+        row = -depth * torch.rand(size, generator=generator)
         row[peak] = 0.0
         rows.append(row)
     return torch.stack(rows)
@@ -131,14 +136,15 @@ def interval_widths(logits: torch.Tensor, impl: str = "auto", device="cpu") -> t
     gumbels = torch.full((rows, 1, noise.GROUPS_PER_BLOCK), -1e6, device=device)
     gumbels[:, 0, 0] = 0.0  # the group under test wins
 
-    low, high = torch.zeros(rows, dtype=torch.float64), torch.ones(rows, dtype=torch.float64)
-    for _ in range(64):
-        middle = (low + high) / 2
-        uniforms = middle[:, None, None].expand(rows, 1, noise.GROUPS_PER_BLOCK).contiguous().to(device)
+    # over the 62 leading bits of the uniform: an fp64 uniform would be too coarse for an interval of 1e-15
+    low, high = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), 1 << 62)
+    for _ in range(62):
+        middle = (low + high) >> 1
+        uniforms = (middle << 2)[:, None, None].expand(rows, 1, noise.GROUPS_PER_BLOCK).contiguous().to(device)
         drawn = sample(hidden, weight, impl=impl, noise=(gumbels, uniforms), seed=0).ids.cpu()
         member = (drawn[:, None] == ids).int().argmax(-1)
         below = rank[pattern, member] <= edge
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     edges = torch.nn.functional.pad(high.reshape(patterns, size - 1), (1, 1))
-    edges[:, -1] = 1.0
-    return torch.diff(edges, dim=1).gather(1, rank), wanted
+    edges[:, -1] = 1 << 62
+    return torch.diff(edges, dim=1).gather(1, rank) * 2.0**-62, wanted

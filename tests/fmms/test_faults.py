@@ -39,8 +39,8 @@ def gumbel_of_24_bits(low, high):
 
 
 @triton.jit
-def choose_by_running_sum(p, u):
-    below = tl.cumsum(p, 2) <= tl.expand_dims((u * tl.sum(p, 2)).to(tl.float32), 2)
+def choose_by_running_sum(p, coarse, fine):
+    below = tl.cumsum(p, 2) <= tl.expand_dims(((coarse + fine) * tl.sum(p, 2)).to(tl.float32), 2)
     return tl.minimum(tl.sum(below.to(tl.int32), 2), 31)
 
 

@@ -85,6 +85,27 @@ def test_injected_noise(device, scheme):
         assert torch.equal(got, (logits[:, None] + gumbels.double()).argmax(-1))
 
 
+def test_equal_group_keys_go_to_the_lowest_group(device):
+    hidden, weight = torch.ones(1, 16, device=device), torch.zeros(128, 16, device=device)
+    gumbels = torch.tensor([[[-9.0, 0.0, 0.0, -9.0]]], device=device)
+    uniforms = torch.tensor([[[0.5, 0.99, 0.01, 0.5]]], dtype=torch.float64, device=device)
+    for impl in ("torch", "triton"):
+        drawn = fmms.sample(hidden, weight, seed=0, noise=(gumbels, uniforms), impl=impl).ids.item()
+        assert (drawn >> 1) & 3 == 1 and drawn > 100
+
+
+def test_injected_words_equal_the_generators_own(device):
+    """int64 uniforms carry all 64 bits: the generator's words, injected, draw what the generator draws."""
+    hidden, weight = testing.integer_problem(4, 300, 16, device=device)
+    seeds, zeros = noise.row_seeds(1, 4, device), torch.zeros(4, dtype=torch.int64, device=device)
+    units = torch.arange(noise.group_count(300), device=device)
+    w = noise.words(seeds, zeros, units, zeros[:1], noise.PURPOSE_GROUP)
+    injected = (noise.gumbel(w[0], w[1]), w[2] | w[3] << 32)
+    for impl in ("torch", "triton"):
+        got = fmms.sample(hidden, weight, seed=0, noise=injected, impl=impl).ids
+        assert torch.equal(got, fmms.sample(hidden, weight, seed=seeds, impl=impl).ids)
+
+
 def test_softcap_scale_and_bias(device):
     hidden, weight = testing.integer_problem(7, 600, 16, device=device)
     bias = torch.linspace(-3, 3, 600, device=device)
@@ -232,5 +253,5 @@ def test_descent_reference_never_reaches_weight_zero():
     weights = torch.zeros(64, 32, dtype=torch.float64)
     weights[torch.arange(64), torch.arange(64) % 32] = 1.0
     for u in (0.0, 0.5, 1.0):
-        chosen = reference.descend(weights, torch.full((64,), u, dtype=torch.float64))
+        chosen = reference.descend(weights, *noise.split_uniform(torch.full((64,), u, dtype=torch.float64)))
         assert torch.equal(chosen, torch.arange(64) % 32)

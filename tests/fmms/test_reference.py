@@ -71,7 +71,8 @@ def test_descent_is_inversion_of_a_uniform():
     """Averaged over a fine grid of uniforms, each member is chosen as often as its weight says."""
     weights = torch.rand(20, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) ** 4
     grid = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
-    chosen = reference.descend(weights[:, None, :].expand(20, len(grid), 32), grid.expand(20, len(grid)))
+    parts = (part.expand(20, len(grid)) for part in noise.split_uniform(grid))
+    chosen = reference.descend(weights[:, None, :].expand(20, len(grid), 32), *parts)
     share = torch.nn.functional.one_hot(chosen, 32).double().mean(1)
     assert (share - weights / weights.sum(-1, keepdim=True)).abs().max() < 32 / 20_000
 

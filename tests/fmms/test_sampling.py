@@ -142,6 +142,16 @@ def test_temperature_per_row():
         assert torch.equal(mixed.ids[row], fmms.sample(hidden, weight, t, seed=4, num_samples=50).ids[row])
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_any_temperature_that_a_python_float_can_hold(device, impl):
+    weight = torch.linspace(0, 3, 50, device=device)[:, None]
+    hidden = torch.ones(400, 1, device=device)
+    for cold in (1e-300, 1e-46):
+        assert (fmms.sample(hidden, weight, cold, seed=0, impl=impl).ids == 49).all()
+    for hot in (1e39, 1e300, float("inf")):
+        assert fmms.sample(hidden, weight, hot, seed=0, impl=impl).ids.unique().numel() > 40
+
+
 def test_outputs_carry_no_gradient():
     hidden, weight = problem()
     out = fmms.sample(hidden.requires_grad_(), weight.requires_grad_(), seed=0, return_logprobs=True)

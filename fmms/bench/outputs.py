@@ -1,0 +1,218 @@
+"""Is a system's output right, on the very tensors and shapes that are then timed?
+
+Samplers that share the reference's noise must repeat its ids; others are tested by where their draws lie in the
+distribution, at full size; a matmul is compared with fp32. A check never raises for a wrong output: it says why.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from fmms import noise, reference, testing
+from fmms.backends import Backend
+from fmms.bench.cases import Case
+
+FALSE_ALARMS = 1e-6
+"""Chance that one statistical test calls an exact sampler wrong."""
+TRANSCENDENTAL_NATS = 2e-5
+"""What fp32 logarithms and exponentials may add to a decision between two tokens (docs/noise.md)."""
+BINS = 16
+_CHUNK_ELEMENTS = 1 << 23  # of fp64 noise: a few such tensors at a time
+_POSITION = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Random inputs of one case, and what the reference makes of them; a smaller H uses the first H rows.
+
+    hidden [H, D], weight [V, D], temperature fp32 [H] (0.6 to 1.2, another one in each row), seeds int64 [H];
+    logits fp32 [H, V] from IEEE fp32; log_probs fp32 [H, V] of softmax(logits / T); rounding fp64 [H]: bound in nats
+    on what the order of an fp32 summation changes in logits / T; draws {scheme: (ids [H], margin [H])}.
+    """
+
+    case: Case
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    logits: torch.Tensor
+    log_probs: torch.Tensor
+    rounding: torch.Tensor
+    draws: dict = field(default_factory=dict)
+
+    def inputs(self, rows: int):
+        """hidden, weight, temperature, seeds of the first `rows` rows."""
+        return self.hidden[:rows], self.weight, self.temperature[:rows], self.seeds[:rows]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether an output is right, and what was checked or what is wrong."""
+
+    correct: bool
+    reason: str
+
+
+def make_problem(case: Case, rows: int, dtype: torch.dtype, device, seed: int = 0) -> Problem:
+    """Inputs and reference of a case for up to `rows` rows, made on `device` from `seed`.
+
+    Normal values: zeros would switch fewer transistors and let a GPU clock higher. Logits have a standard deviation
+    near 2.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    weight = torch.randn(case.V, case.D, dtype=dtype, device=device, generator=generator).mul_(2 / math.sqrt(case.D))
+    hidden = torch.randn(rows, case.D, dtype=dtype, device=device, generator=generator)
+    temperature = torch.linspace(0.6, 1.2, rows, device=device) if rows > 1 else torch.full((1,), 0.9, device=device)
+    seeds = noise.row_seeds(seed + 1, rows, torch.device(device))
+    logits = reference.compute_logits(hidden, weight)
+    log_probs = torch.log_softmax(logits / temperature[:, None], -1)
+    length = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).max().double()
+    norms = torch.linalg.vector_norm(hidden, dim=1, dtype=torch.float32).double()
+    rounding = 4 * torch.finfo(torch.float32).eps * norms * length / temperature.double()
+    return Problem(case, hidden, weight, temperature, seeds, logits, log_probs, rounding)
+
+
+def reference_draws(problem: Problem, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's ids [H] and how far, in nats, each is from going another way [H]; computed once per scheme."""
+    if scheme not in problem.draws:
+        ids, margins = [], []
+        step = max(1, _CHUNK_ELEMENTS // problem.case.V)
+        for start in range(0, len(problem.seeds), step):
+            part = slice(start, start + step)
+            controls = problem.temperature[part], problem.seeds[part], torch.full_like(problem.seeds[part], _POSITION)
+            ids.append(reference.sample_from_logits(problem.logits[part], *controls, scheme=scheme)[0][:, 0])
+            margins.append(testing.decision_margin(problem.logits[part], *controls, scheme=scheme)[:, 0])
+        problem.draws[scheme] = torch.cat(ids), torch.cat(margins)
+    return problem.draws[scheme]
+
+
+def check(backend: Backend, problem: Problem, rows: int, draws: int = 512) -> Verdict:
+    """Runs a backend on the first `rows` rows of a problem and judges what it returns.
+
+    draws: how many draws a statistical check takes at least, in calls of `rows` each.
+    """
+    try:
+        backend(*problem.inputs(rows))  # compilers must not trace the poisoning
+        with testing.poisoned_memory():  # an element that is not written shows
+            output = backend(*problem.inputs(rows))
+        if backend.returns == "logits":
+            return _check_logits(output, problem, rows)
+        fault = _shape_fault(output, problem, rows)
+        if fault:
+            return Verdict(False, fault)
+        if backend.scheme:
+            return _check_ids(output, problem, rows, backend.scheme)
+        return _check_distribution(backend, problem, rows, draws)
+    except Exception as error:  # whatever a peer raises is a row of the table, not the end of the run
+        return Verdict(False, f"raised {describe(error)}")
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line of a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
+
+
+def _shape_fault(ids, problem: Problem, rows: int) -> str:
+    if not isinstance(ids, torch.Tensor) or ids.shape != (rows,) or ids.is_floating_point():
+        shape = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        return f"returned {shape}; expected integer ids [{rows}]"
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= problem.case.V:
+        return f"ids from {low} to {high}; expected 0 to {problem.case.V - 1}"
+    return ""
+
+
+def _check_logits(output: torch.Tensor, problem: Problem, rows: int) -> Verdict:
+    """Against fp32: one rounding to the output's dtype, partial sums rounded to it too, fp32 accumulation."""
+    shape = (rows, problem.case.V)
+    if not isinstance(output, torch.Tensor) or output.shape != shape:
+        return Verdict(False, f"returned {list(getattr(output, 'shape', []))}; expected logits {list(shape)}")
+    worst = 0.0
+    for row in range(rows):
+        exact = problem.logits[row].double()
+        spread = exact.square().mean().sqrt()
+        bound = torch.finfo(output.dtype).eps * (exact.abs() + 4 * spread)
+        bound = bound + problem.rounding[row] * problem.temperature[row]
+        excess = float(((output[row].double() - exact).abs() / bound).max())
+        worst = max(worst, excess if excess == excess else math.inf)  # a NaN fails too
+    if worst > 1:
+        return Verdict(False, f"logits differ from fp32 by {worst:.3g} times the rounding bound")
+    return Verdict(True, f"all logits within {worst:.2f} of the rounding bound around fp32")
+
+
+def _check_ids(ids: torch.Tensor, problem: Problem, rows: int, scheme: str) -> Verdict:
+    wanted, margin = (x[:rows] for x in reference_draws(problem, scheme))
+    bound = problem.rounding[:rows] + TRANSCENDENTAL_NATS
+    differs = ids != wanted
+    unexplained = int((differs & (margin > bound)).sum())
+    if unexplained:
+        worst = float(margin[differs].max())
+        return Verdict(
+            False, f"{unexplained} of {rows} ids differ from the reference's at margins up to {worst:.2g} nats"
+        )
+    count = int(differs.sum())
+    # a decision lies within x nats of another one with a probability of a few x
+    allowed = 2 + 20 * float(bound.sum())
+    if count > allowed:
+        return Verdict(False, f"{count} of {rows} ids differ from the reference's; rounding explains {allowed:.0f}")
+    near = f", but {count} within {float(bound.max()):.1g} nats of a tie" if count else ""
+    return Verdict(True, f"{rows} ids equal the reference's{near}")
+
+
+def _check_distribution(backend: Backend, problem: Problem, rows: int, draws: int) -> Verdict:
+    """Where draws lie in the cumulative distribution, over ids and over tokens by probability, must be uniform."""
+    hidden, weight, temperature, seeds = problem.inputs(rows)
+    calls = math.ceil(draws / rows)
+    drawn = torch.stack([backend(hidden, weight, temperature, seeds + call) for call in range(calls)], 1).long()
+    if int(drawn.min()) < 0 or int(drawn.max()) >= problem.case.V:
+        return Verdict(False, f"ids from {int(drawn.min())} to {int(drawn.max())}; expected 0 to {problem.case.V - 1}")
+    by_id, by_rank, outside = [], [], 0
+    generator = torch.Generator(drawn.device).manual_seed(2)
+    for row in range(rows):
+        probs, allowed = _target(problem, row, backend)
+        outside += int((~allowed[drawn[row]]).sum())
+        own = probs[drawn[row]]
+        inside = own * torch.rand(own.shape, generator=generator, dtype=own.dtype, device=own.device)
+        order = torch.argsort(probs, descending=True, stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        by_id.append(probs.cumsum(0)[drawn[row]] - own + inside)
+        by_rank.append(probs[order].cumsum(0)[place[drawn[row]]] - own + inside)
+    if outside:
+        return Verdict(False, f"{outside} of {drawn.numel()} draws are tokens that truncation removes")
+    p_id, p_rank = uniformity(torch.cat(by_id)), uniformity(torch.cat(by_rank))
+    tests = f"{drawn.numel()} draws against the softmax: p = {p_id:.2g} over ids, {p_rank:.2g} over ranks"
+    return Verdict(min(p_id, p_rank) >= FALSE_ALARMS, tests)
+
+
+def _target(problem: Problem, row: int, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities [V] in fp64 that a backend should draw from, and which tokens it may return (bool [V]).
+
+    Peers round logits to their dtype before they truncate, so a token at an edge may fall on either side.
+    """
+    probs = problem.log_probs[row].double().exp()
+    allowed = torch.ones_like(probs, dtype=torch.bool)
+    logits = problem.logits[row].double()
+    if backend.top_k is not None:
+        edge = logits.topk(min(backend.top_k, len(logits))).values[-1]
+        slack = 2 * torch.finfo(problem.weight.dtype).eps * edge.abs()
+        allowed = logits >= edge - slack
+        probs = torch.where(logits >= edge, probs, 0.0)
+    probs = probs / probs.sum()
+    if backend.top_p is not None:
+        order = torch.argsort(probs, descending=True, stable=True)
+        above = torch.empty_like(probs)
+        above[order] = probs[order].cumsum(0) - probs[order]
+        kept = above < backend.top_p
+        allowed &= above < backend.top_p + 0.03
+        probs = torch.where(kept, probs, 0.0)
+    return probs / probs.sum(), allowed
+
+
+def uniformity(u: torch.Tensor, bins: int = BINS) -> float:
+    """p-value of a chi-square test that values lie uniformly in [0, 1]: equal bins. Needs no SciPy."""
+    counts = torch.bincount((u * bins).long().clamp(0, bins - 1), minlength=bins).double()
+    expected = counts.sum() / bins
+    statistic = ((counts - expected) ** 2 / expected).sum().cpu()
+    return float(torch.special.gammaincc(torch.tensor((bins - 1) / 2, dtype=torch.float64), statistic / 2))

@@ -1,0 +1,70 @@
+"""Published sampler times and speedups (`data/reference/`), in the names of our own results."""
+
+from fmms import paths
+
+BASELINES = "one H200, torch 2.11.0+cu130, Triton 3.6.0, FlashInfer 0.6.8.post1, cold L2, n = 40"
+PAPER = "FlashSampling, arXiv 2603.15854 v2"
+
+_CASES = {"qwen3_8b": "qwen3-8b", "dsv2_lite": "deepseek-v2-lite", "llama3_70b": "llama3-70b"}
+_SYSTEMS = {
+    "matmul": "matmul",
+    "torch_gumbel": "torch-gumbel",
+    "torch_multinomial": "torch-multinomial",
+    "fi_from_logits": "flashinfer-logits",
+    "fi_topk_topp": "flashinfer-topk-topp",
+    "flashsampling": "flashsampling",
+}
+_PAPER_CASES = {(151936, 4096): "qwen3-8b", (128256, 8192): "llama3-70b"}
+_PAPER_PEERS = {
+    "FlashSampling vs Multinomial Sampling": "torch-multinomial",
+    "FlashSampling vs FI2 (Gumbel-Max)": "flashinfer-logits",
+}
+
+
+def baselines():
+    """Sampler times on an H200 as a DataFrame: case, V, D, H, system, timing, median_us, relative.
+
+    relative: over the matmul of the same run, timed alike. Where a system was timed both ways, CUDA-graph replay is
+    kept. Raises FileNotFoundError without the file.
+    """
+    table = _read("h200_sampler_baselines.csv")
+    keys = ["case", "H", "timing"]
+    own_run = table["system"] == "matmul_flashsampling_run"
+    yardsticks = {
+        True: table[own_run].set_index(keys)["median_us"],
+        False: table[table["system"] == "matmul"].set_index(keys)["median_us"],
+    }
+    table = table[table["system"].isin(_SYSTEMS)].copy()
+    table["relative"] = [
+        row.median_us / yardsticks[row.system == "flashsampling"].get((row.case, row.H, row.timing), float("nan"))
+        for row in table.itertuples()
+    ]
+    table = table.replace({"case": _CASES, "system": _SYSTEMS}).dropna(subset=["relative"])
+    # "cuda_graph" sorts before "events"
+    return table.sort_values("timing", kind="stable").drop_duplicates(["case", "H", "system"]).sort_index()
+
+
+def paper_speedups():
+    """FlashSampling's published speedups on one GPU as a DataFrame: case, V, D, H, gpu, over, speedup, table.
+
+    over: the system that it is compared with. Raises FileNotFoundError without the file.
+    """
+    table = _read("flashsampling_tables.csv")
+    table = table[(table["metric"] == "speedup") & (table["tp"] == 1) & table["system"].isin(_PAPER_PEERS)]
+    table = table[table["table"].isin(["Table 4", "Table 5"])].copy()
+    table["case"] = [_PAPER_CASES.get((int(row.V), int(row.D))) for row in table.itertuples()]
+    table["over"] = table["system"].map(_PAPER_PEERS)
+    table = table.rename(columns={"value": "speedup"}).dropna(subset=["case"])
+    table["speedup"] = table["speedup"].astype(float)
+    return table[["case", "V", "D", "H", "gpu", "over", "speedup", "table"]].astype({"H": int})
+
+
+def _read(name: str):
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError("published numbers are read with pandas: pip install 'fmms[notebooks]'") from error
+    path = paths.reference_dir() / name
+    if not path.is_file():
+        raise FileNotFoundError(f"data/reference/{name} is missing; it is part of the project's repository")
+    return pandas.read_csv(path)
