@@ -11,8 +11,8 @@ from fmms import noise
 
 SIDE_RATIO = 0.61803400516510009765625
 """0.618034 rounded to fp32, close to (sqrt(5) - 1) / 2. In a descent step the right side is tested first if it is
-lighter than this times the left one. No ratio of two small integers lies near it, so sides made of equally likely tokens
-never sit on the edge of the decision, and two implementations that round differently still take the same way down."""
+lighter than this times the left one. No ratio of two small integers lies near it, so sides made of equally likely
+tokens never sit on the edge of the decision, and implementations that round differently take the same way down."""
 
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 """Bounds of a positive temperature: within them T and 1 / T are normal fp32 numbers. A smaller T samples evenly among
