@@ -66,6 +66,8 @@ def load_smollm2(
         folder = _converted(gguf) if use_cache else None
         model, tokenizer = _load_gguf(gguf, dtype) if folder is None else _load_folder(folder, dtype)
     tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:  # some releases of transformers read none from a GGUF
+        tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).eval(), tokenizer
 
 

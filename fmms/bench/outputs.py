@@ -27,7 +27,7 @@ class Problem:
     """Random inputs of one case, and what the reference makes of them; a smaller H uses the first H rows.
 
     hidden [H, D], weight [V, D], temperature fp32 [H] (0.6 to 1.2, another one in each row), seeds int64 [H];
-    logits fp32 [H, V] from IEEE fp32; log_probs fp32 [H, V] of softmax(logits / T); rounding fp64 [H]: bound in nats
+    logits fp32 [H, V] from IEEE fp32; rounding fp64 [H]: bound in nats
     on what the order of an fp32 summation changes in logits / T; draws {scheme: (ids [H], margin [H])}.
     """
 
@@ -37,7 +37,6 @@ class Problem:
     temperature: torch.Tensor
     seeds: torch.Tensor
     logits: torch.Tensor
-    log_probs: torch.Tensor
     rounding: torch.Tensor
     draws: dict = field(default_factory=dict)
 
@@ -66,11 +65,10 @@ def make_problem(case: Case, rows: int, dtype: torch.dtype, device, seed: int = 
     temperature = torch.linspace(0.6, 1.2, rows, device=device) if rows > 1 else torch.full((1,), 0.9, device=device)
     seeds = noise.row_seeds(seed + 1, rows, torch.device(device))
     logits = reference.compute_logits(hidden, weight)
-    log_probs = torch.log_softmax(logits / temperature[:, None], -1)
     length = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).max().double()
     norms = torch.linalg.vector_norm(hidden, dim=1, dtype=torch.float32).double()
     rounding = 4 * torch.finfo(torch.float32).eps * norms * length / temperature.double()
-    return Problem(case, hidden, weight, temperature, seeds, logits, log_probs, rounding)
+    return Problem(case, hidden, weight, temperature, seeds, logits, rounding)
 
 
 def reference_draws(problem: Problem, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,10 +165,11 @@ def _check_distribution(backend: Backend, problem: Problem, rows: int, draws: in
     drawn = torch.stack([backend(hidden, weight, temperature, seeds + call) for call in range(calls)], 1).long()
     if int(drawn.min()) < 0 or int(drawn.max()) >= problem.case.V:
         return Verdict(False, f"ids from {int(drawn.min())} to {int(drawn.max())}; expected 0 to {problem.case.V - 1}")
+    stored = hidden @ weight.T  # the very call of the peers: what they draw from, rounding included
     by_id, by_rank, outside = [], [], 0
     generator = torch.Generator(drawn.device).manual_seed(2)
     for row in range(rows):
-        probs, allowed = _target(problem, row, backend)
+        probs, allowed = _target(stored[row], float(temperature[row]), backend)
         outside += int((~allowed[drawn[row]]).sum())
         own = probs[drawn[row]]
         inside = own * torch.rand(own.shape, generator=generator, dtype=own.dtype, device=own.device)
@@ -186,27 +185,27 @@ def _check_distribution(backend: Backend, problem: Problem, rows: int, draws: in
     return Verdict(min(p_id, p_rank) >= FALSE_ALARMS, tests)
 
 
-def _target(problem: Problem, row: int, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+def _target(logits: torch.Tensor, temperature: float, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities [V] in fp64 that a backend should draw from, and which tokens it may return (bool [V]).
 
-    Peers round logits to their dtype before they truncate, so a token at an edge may fall on either side.
+    Args:
+        logits: [V], as the backend stores them. Rounding to bf16 makes ties; those at an edge of a truncation are
+            all kept, as a threshold keeps them.
     """
-    probs = problem.log_probs[row].double().exp()
+    scaled = logits.double() / temperature
+    probs = torch.softmax(scaled, -1)
     allowed = torch.ones_like(probs, dtype=torch.bool)
-    logits = problem.logits[row].double()
     if backend.top_k is not None:
-        edge = logits.topk(min(backend.top_k, len(logits))).values[-1]
-        slack = 2 * torch.finfo(problem.weight.dtype).eps * edge.abs()
-        allowed = logits >= edge - slack
-        probs = torch.where(logits >= edge, probs, 0.0)
-    probs = probs / probs.sum()
+        allowed = logits >= logits.topk(min(backend.top_k, len(logits))).values[-1]
+        probs = torch.where(allowed, probs, 0.0)
+        probs = probs / probs.sum()
     if backend.top_p is not None:
-        order = torch.argsort(probs, descending=True, stable=True)
-        above = torch.empty_like(probs)
-        above[order] = probs[order].cumsum(0) - probs[order]
-        kept = above < backend.top_p
-        allowed &= above < backend.top_p + 0.03
-        probs = torch.where(kept, probs, 0.0)
+        descending = probs.sort(descending=True).values
+        heavier = torch.searchsorted(-descending, -probs)  # how many tokens are strictly more probable
+        above = torch.nn.functional.pad(descending.cumsum(0), (1, 0))[heavier]
+        # a peer sums in fp32, and some sum in the order of the vocabulary
+        allowed &= above < backend.top_p + 1e-3
+        probs = torch.where(above < backend.top_p, probs, 0.0)
     return probs / probs.sum(), allowed
 
 

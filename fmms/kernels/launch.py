@@ -55,9 +55,10 @@ def choose_tiles(rows: int, vocab: int, width: int, itemsize: int, tma: bool = F
     block_h = min(128, block_h)
     if itemsize == 4:
         return Tiles(min(block_h, 32), 128, 32, False, tma, num_warps=4, num_stages=3)
-    if block_h <= 32:
-        return Tiles(block_h, 128, 128, False, tma, num_warps=4, num_stages=3, programs_per_sm=2)
-    return Tiles(block_h, 128, 64, False, tma, num_warps=8, num_stages=5, programs_per_sm=1)
+    if block_h == 16:
+        return Tiles(16, 128, 128, False, tma, num_warps=4, num_stages=3, programs_per_sm=2)
+    # from 17 rows on in 64s, Hopper's matrix instruction: 32 rows on the older one spill registers and take longer
+    return Tiles(max(64, block_h), 128, 64, False, tma, num_warps=8, num_stages=5, programs_per_sm=1)
 
 
 @contextlib.contextmanager
@@ -114,7 +115,8 @@ def sample(
         programs = min(n_tiles, max(1, sm_count * tiles.programs_per_sm // hidden_tiles))
     options = {} if INTERPRETED else {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     with _launch_context(device):
-        stage1.fused_head[(programs, hidden_tiles)](
+        # one dimension: the others end at 65,535, which 2 million rows exceed
+        stage1.fused_head[(programs * hidden_tiles,)](
             hidden_operand, weight_operand, bias, temperature, seeds, positions, gumbels, uniforms,
             logits, key, token, logit, tile_max, tile_sum,
             rows, vocab, width, samples, hidden.stride(0), weight.stride(0),

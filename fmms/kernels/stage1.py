@@ -113,7 +113,8 @@ def draw_tokens(x, tile_max, first_id, inv_t, seed, position, sample, gumbels, n
     return ep.best_of(key, unit)
 
 
-@triton.jit
+# arguments that change from call to call must not select another compilation by being 1 or a multiple of 16
+@triton.jit(do_not_specialize=["H", "n_tiles", "noise_width", "seed_value", "position_value"])
 def fused_head(
     hidden, weight, bias, temperature, seeds, positions, gumbels, uniforms,
     logits, out_key, out_id, out_logit, out_max, out_sum,
@@ -122,14 +123,16 @@ def fused_head(
     BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
     TMA: tl.constexpr, VOCAB_ON_M: tl.constexpr, GROUPED: tl.constexpr, UPCAST: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (programs, hidden tiles). A pointer that is None is a control that was not asked for.
+    """Grid: (programs * hidden tiles,), the hidden tiles of a program side by side so that they share weight tiles in
+    the cache. A pointer that is None is a control that was not asked for.
 
     hidden [H, D], weight [V, D] (pointers, or tensor descriptors if TMA), bias [V]; temperature fp32 [H], seeds and
     positions int64 [H], or None: then the scalar holds for all rows (a seed through SplitMix64). gumbels, uniforms:
     injected noise [H, S, noise_width]. Written: logits fp32 [H, V]; out_key fp64 (relative to out_max), out_id int32,
     out_logit fp32 [n_tiles, S, H]; out_max, out_sum fp32 [n_tiles, H].
     """
-    first_row = tl.program_id(1) * BLOCK_H
+    hidden_tiles = tl.cdiv(H, BLOCK_H)
+    first_row = (tl.program_id(0) % hidden_tiles) * BLOCK_H
     rows = first_row + tl.arange(0, BLOCK_H)
     live = rows < H
     if temperature is None:
@@ -149,7 +152,7 @@ def fused_head(
     any_greedy = tl.max(greedy.to(tl.int32), 0) > 0
     any_drawn = tl.max(((t > 0.0) & live).to(tl.int32), 0) > 0
 
-    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+    for tile in range(tl.program_id(0) // hidden_tiles, n_tiles, tl.num_programs(0) // hidden_tiles):
         first_id = tile * BLOCK_V
         tokens = first_id + tl.arange(0, BLOCK_V)
         x = tile_logits(

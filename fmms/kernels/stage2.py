@@ -10,7 +10,7 @@ import triton.language as tl
 from fmms.kernels import epilogue as ep
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "S", "n_tiles"])
 def reduce_tiles(
     in_key, in_id, in_logit, in_max, in_sum, temperature, temperature_value,
     ids, logprobs, lse, max_logit, valid, H, S, n_tiles,
