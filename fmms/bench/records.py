@@ -49,7 +49,7 @@ def save(name: str, profile: str, rows, columns: Iterable[str] | None = None, **
         **run_metadata(),
         "rows": len(rows),
         "columns": columns,
-        "csv_sha256": hashlib.sha256(table).hexdigest(),
+        "csv_sha256": _digest(table),
         "extra": extra,
     }
     folder = paths.data_dir(profile)
@@ -76,10 +76,7 @@ def load(name: str, profile: str):
             f"fmms run {name[:2]} --profile {profile}"
         )
     content = path.read_bytes()
-    # A checkout may have turned line ends; the values are the same.
-    digest = hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest()
-    recorded = metadata(name, profile).get("csv_sha256")
-    if recorded != digest:
+    if metadata(name, profile).get("csv_sha256") != _digest(content):
         raise ValueError(
             f"data/{profile}/{name}.csv does not belong to {name}.json (a stopped run, or an edit by hand); "
             f"make both again: fmms run {name[:2]} --profile {profile} --force"
@@ -164,6 +161,11 @@ def gpus() -> list[dict]:
     return found
 
 
+def _digest(table: bytes) -> str:
+    """SHA-256 of a CSV, the same after a checkout that turned its line ends."""
+    return hashlib.sha256(table.replace(b"\r\n", b"\n")).hexdigest()
+
+
 def _as_dicts(rows) -> list[dict]:
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
         return rows.astype(object).where(rows.notna(), None).to_dict("records")
@@ -175,12 +177,15 @@ def _as_dicts(rows) -> list[dict]:
 
 
 def _to_csv(rows: list[dict], columns: list[str]) -> bytes:
+    lines = [_csv_line(columns), *(_csv_line([_field(row.get(column)) for column in columns]) for row in rows)]
+    return "".join(lines).encode("utf-8")
+
+
+def _csv_line(values: list) -> str:
     text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    for row in rows:
-        writer.writerow([_field(row.get(column)) for column in columns])
-    return text.getvalue().encode("utf-8")
+    # before Python 3.13 a lone carriage return is quoted only if it is part of the line's end
+    csv.writer(text, lineterminator="\r\n").writerow(values)
+    return text.getvalue()[:-2] + "\n"
 
 
 def _field(value):

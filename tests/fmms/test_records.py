@@ -37,6 +37,13 @@ def test_rows_come_back(root):
     assert back["reason"][1] == 'a "b", c\nd'
 
 
+def test_text_of_any_kind_comes_back(root):
+    """Tokens are such text: line ends, quotes, commas, words that mean "missing" elsewhere."""
+    texts = ["\r\n", "\r", "\n\n", "NA", "nan", "None", "null", ' "', ",", "é\u200b", "1e5x", "#", "\\n"]
+    records.save("01_text", "cpu", [{"i": i, "text": text} for i, text in enumerate(texts)])
+    assert records.load("01_text", "cpu")["text"].tolist() == texts
+
+
 def test_a_frame_saves_the_same_bytes_as_its_rows(root):
     rows = [{"a": 1, "b": 0.5, "c": "x"}, {"a": 2, "b": float("nan"), "c": None}]
     first = records.save("a", "cpu", rows).read_bytes()
