@@ -194,6 +194,25 @@ def probe_nbdime(configured: Callable[[], bool] | None = None) -> Finding:
     return Finding("nbdime in git", "not enabled", False, "readable git diff and merge of notebooks", "make nbdime")
 
 
+def probe_profilers(which: Callable[[str], str | None] = shutil.which) -> Finding:
+    """NVIDIA's tools for looking into a kernel; no notebook needs them."""
+    found = [tool for tool in ("ncu", "nsys", "compute-sanitizer") if which(tool)]
+    if found:
+        return Finding("profilers", ", ".join(found))
+    return Finding("profilers", "none on the PATH", False, "profiling kernels and checking their memory accesses")
+
+
+def probe_peers(has: Callable[[str], bool] = importable) -> Finding:
+    """Samplers of others that 11_kernel_speed measures beside ours; each that is missing gets a row that says so."""
+    peers = {"flashinfer": "flashinfer-python"}
+    found = [f"{module} {version_of(package) or ''}".strip() for module, package in peers.items() if has(module)]
+    missing = [package for module, package in peers.items() if not has(module)]
+    if not missing:
+        return Finding("peers", ", ".join(found))
+    lost = "the rows of those peers in 11_kernel_speed"
+    return Finding("peers", f"missing: {', '.join(missing)}", False, lost, f"pip install {' '.join(missing)}")
+
+
 def diagnose(profile: str) -> list[Finding]:
     """Every probe's finding for one profile; a probe that fails is a finding too."""
     probes = (
@@ -209,6 +228,8 @@ def diagnose(profile: str) -> list[Finding]:
         lambda: probe_writable(profile),
         probe_nbdime,
     )
+    if profile != "cpu":
+        probes = (*probes, probe_profilers, probe_peers)
     return [_safely(probe) for probe in probes]
 
 

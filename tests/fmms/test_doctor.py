@@ -157,3 +157,14 @@ def test_looking_imports_nothing_optional():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_profilers_and_peers_of_a_gpu_host():
+    assert doctor.probe_profilers(lambda tool: "/usr/bin/x" if tool == "ncu" else None).found == "ncu"
+    without = doctor.probe_profilers(lambda tool: None)
+    assert not without.ok and not without.blocks
+    assert doctor.probe_peers(lambda module: True).ok
+    missing = doctor.probe_peers(lambda module: False)
+    assert not missing.blocks and "11_kernel_speed" in missing.lost and missing.mend == "pip install flashinfer-python"
+    assert {"profilers", "peers"} <= {finding.name for finding in doctor.diagnose("h200")}
+    assert not {"profilers", "peers"} & {finding.name for finding in doctor.diagnose("cpu")}
