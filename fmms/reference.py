@@ -18,7 +18,8 @@ MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 """Bounds of a positive temperature: within them T and 1 / T are normal fp32 numbers. A smaller T samples evenly among
 the largest logits, a larger one (infinity included) evenly among all tokens of finite logit."""
 
-ROW_CHUNK_ELEMENTS = 1 << 24
+CHUNK_ELEMENTS = 1 << 22
+"""Most noise units or logits that are worked on at a time; a dozen fp64 or int64 tensors of that size are alive."""
 
 
 def ieee_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -134,11 +135,12 @@ def first_argmax(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x == best, index, x.shape[-1]).amin(-1).clamp(max=x.shape[-1] - 1)
 
 
-def make_noise(scheme: str, seeds, positions, samples: int, vocab_size: int):
+def make_noise(scheme: str, seeds, positions, samples: int | range, vocab_size: int):
     """The Gumbels and parts of uniforms that a scheme draws with: [H, S, V] and None, or [H, S, G] and a pair of
-    [H, S, G]; all fp64."""
+    [H, S, G]; all fp64. `samples` is their number, or the range of sample indices."""
     device = seeds.device
-    sample_ids = torch.arange(samples, device=device)
+    draws = range(samples) if isinstance(samples, int) else samples
+    sample_ids = torch.arange(draws.start, draws.stop, device=device)
     if scheme == "token":
         w = noise.words(seeds, positions, torch.arange(vocab_size, device=device), sample_ids, noise.PURPOSE_TOKEN)
         return noise.gumbel(w[0], w[1]), None
@@ -154,7 +156,7 @@ def sample_from_logits(logits, temperature, seeds, positions, samples=1, scheme=
         logits: fp32 or fp64 [H, V], before temperature; -inf is probability 0.
         temperature: fp32 [H], 0 = greedy (the log-probabilities of greedy rows are those at T = 1).
         seeds, positions: int64 [H].
-        samples: independent draws per row, S.
+        samples: independent draws per row: their number S, or the range of their indices.
         scheme: "group" or "token".
         injected: None, or Gumbels and uniforms (None for "token") to use in place of the generator's; the uniforms
             fp64, fp32 or int64 (all 64 bits), [H, S, G].
@@ -205,14 +207,19 @@ def sample(hidden, weight, temperature, seeds, positions, samples, scheme, injec
     """
     logits = compute_logits(hidden, weight, logit_scale, softcap, bias)
     rows, vocab = logits.shape
-    chunk = max(1, ROW_CHUNK_ELEMENTS // (samples * vocab))
-    parts = []
-    for start in range(0, rows, chunk):
-        part = slice(start, start + chunk)
-        noise_part = tuple(None if n is None else n[part] for n in injected) if injected else None
-        parts.append(
-            sample_from_logits(
-                logits[part], temperature[part], seeds[part], positions[part], samples, scheme, noise_part
+    units = vocab if scheme == "token" else noise.group_count(vocab)
+    sample_chunk = max(1, min(samples, CHUNK_ELEMENTS // units))
+    row_chunk = max(1, CHUNK_ELEMENTS // max(vocab, sample_chunk * units))
+    row_parts = []
+    for row in range(0, rows, row_chunk):
+        at = slice(row, row + row_chunk)
+        sample_parts = []
+        for first in range(0, samples, sample_chunk):
+            draws = range(first, min(first + sample_chunk, samples))
+            own = tuple(None if n is None else n[at, first : draws.stop] for n in injected) if injected else None
+            sample_parts.append(
+                sample_from_logits(logits[at], temperature[at], seeds[at], positions[at], draws, scheme, own)
             )
-        )
-    return (*(torch.cat(column) for column in zip(*parts, strict=True)), logits)
+        ids, logprobs = (torch.cat([part[i] for part in sample_parts], 1) for i in (0, 1))
+        row_parts.append((ids, logprobs, *sample_parts[0][2:]))
+    return (*(torch.cat(column) for column in zip(*row_parts, strict=True)), logits)

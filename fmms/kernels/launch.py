@@ -16,6 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fmms.kernels import stage1, stage2
 
 INTERPRETED = triton.knobs.runtime.interpret
+TILE_RESULTS = 1 << 24
+"""Most tile results (tiles x draws x rows, 16 bytes each) that are kept between the stages."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def sample(
     """Runs both stages on the tensors' device.
 
     Per-row controls are tensors, or None and then the `_value` scalar holds for every row. `tiles` overrides the
-    choice of tile sizes.
+    choice of tile sizes. Draws beyond TILE_RESULTS take further passes over the weight.
 
     Returns:
         ids int64 [H, S], logprobs fp32 [H, S] (or None), lse fp32 [H], max_logit fp32 [H], valid bool [H], logits
@@ -89,6 +91,30 @@ def sample(
     rows, width = hidden.shape
     vocab = weight.shape[0]
     tiles = tiles or choose_tiles(rows, vocab, width, hidden.element_size(), tma_allowed(hidden, weight))
+    at_once = max(1, TILE_RESULTS // (triton.cdiv(vocab, tiles.block_v) * rows))
+    results = []
+    for first in range(0, samples, at_once):
+        count = min(at_once, samples - first)
+        injected = (None if n is None else n[:, first : first + count].contiguous() for n in (gumbels, uniforms))
+        one_pass = _both_stages(
+            hidden, weight, temperature, temperature_value, seeds, seed_value, positions, position_value, first, count,
+            scheme, *injected, logit_scale, softcap, bias, want_logprobs, want_logits and first == 0, tiles,
+        )  # fmt: skip
+        results.append(one_pass)
+    if len(results) == 1:
+        return results[0]
+    ids = torch.cat([r[0] for r in results], 1)
+    logprobs = torch.cat([r[1] for r in results], 1) if want_logprobs else None
+    return ids, logprobs, *results[0][2:]
+
+
+def _both_stages(
+    hidden, weight, temperature, temperature_value, seeds, seed_value, positions, position_value, first_sample,
+    samples, scheme, gumbels, uniforms, logit_scale, softcap, bias, want_logprobs, want_logits, tiles,
+):  # fmt: skip
+    """One pass over the weight: `sample` for the draws from `first_sample` on."""
+    rows, width = hidden.shape
+    vocab = weight.shape[0]
     n_tiles = triton.cdiv(vocab, tiles.block_v)
     device = hidden.device
 
@@ -121,7 +147,7 @@ def sample(
             logits, key, token, logit, tile_max, tile_sum,
             rows, vocab, width, samples, hidden.stride(0), weight.stride(0),
             0 if gumbels is None else gumbels.shape[-1], n_tiles,
-            temperature_value, seed_value, position_value, logit_scale, softcap,
+            temperature_value, seed_value, position_value, first_sample, logit_scale, softcap,
             BLOCK_H=tiles.block_h, BLOCK_V=tiles.block_v, BLOCK_D=tiles.block_d, EVEN_D=width % tiles.block_d == 0,
             TMA=tiles.tma, VOCAB_ON_M=tiles.vocab_on_m, GROUPED=scheme == "group", UPCAST=INTERPRETED,
             SOFTCAP=softcap != 0.0,

@@ -114,12 +114,12 @@ def draw_tokens(x, tile_max, first_id, inv_t, seed, position, sample, gumbels, n
 
 
 # arguments that change from call to call must not select another compilation by being 1 or a multiple of 16
-@triton.jit(do_not_specialize=["H", "n_tiles", "noise_width", "seed_value", "position_value"])
+@triton.jit(do_not_specialize=["H", "n_tiles", "noise_width", "seed_value", "position_value", "first_sample"])
 def fused_head(
     hidden, weight, bias, temperature, seeds, positions, gumbels, uniforms,
     logits, out_key, out_id, out_logit, out_max, out_sum,
     H, V, D, S, stride_h, stride_w, noise_width, n_tiles,
-    temperature_value, seed_value: tl.int64, position_value: tl.int64, logit_scale, softcap,
+    temperature_value, seed_value: tl.int64, position_value: tl.int64, first_sample, logit_scale, softcap,
     BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
     TMA: tl.constexpr, VOCAB_ON_M: tl.constexpr, GROUPED: tl.constexpr, UPCAST: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -180,11 +180,13 @@ def fused_head(
                 noise_row = (rows.to(tl.int64) * S + s) * noise_width
                 if GROUPED:
                     key, best_id = draw_groups(
-                        p, group_max, group_sum, m, first_id, inv_t, seed, position, s, gumbels, uniforms,
-                        noise_row, live, noise_width,
+                        p, group_max, group_sum, m, first_id, inv_t, seed, position, first_sample + s, gumbels,
+                        uniforms, noise_row, live, noise_width,
                     )  # fmt: skip
                 else:
-                    key, best_id = draw_tokens(x, m, first_id, inv_t, seed, position, s, gumbels, noise_row, live, V)
+                    key, best_id = draw_tokens(
+                        x, m, first_id, inv_t, seed, position, first_sample + s, gumbels, noise_row, live, V
+                    )
             if any_greedy:
                 first_max = tl.min(tl.where(x == m[:, None], tokens[None, :], ep.NO_TOKEN), 1)
                 key = tl.where(greedy, 0.0, key)

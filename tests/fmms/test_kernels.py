@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fmms
-from fmms import noise, reference, testing
+from fmms import kernels, noise, reference, testing
 
 SHAPES = [(1, 1, 1), (2, 17, 3), (3, 999, 40), (17, 1024, 64), (5, 4097, 33), (33, 130, 7), (2, 32001, 16)]
 
@@ -28,6 +28,22 @@ def test_several_samples_equal_reference_and_are_prefix_stable(device):
     many = fmms.sample(hidden, weight, seed=5, num_samples=7, impl="triton").ids
     one = fmms.sample(hidden, weight, seed=5, impl="triton").ids
     assert torch.equal(many[:, 0], one), "draw s of a row must not depend on how many draws were asked for"
+
+
+@pytest.mark.parametrize("scheme", ["group", "token"])
+def test_draws_in_several_passes_are_the_same(device, monkeypatch, scheme):
+    hidden, weight = testing.integer_problem(4, 300, 16, device=device)
+    units = 300 if scheme == "token" else 12
+    gumbels = torch.randn(4, 7, units, device=device)
+    injected = gumbels if scheme == "token" else (gumbels, torch.rand(4, 7, units, device=device))
+    options = dict(seed=1, num_samples=7, noise_scheme=scheme, impl="triton", return_logprobs=True, return_logits=True)
+    launch = kernels.launch_module(device)
+    for given in (None, injected):
+        whole = fmms.sample(hidden, weight, noise=given, **options)
+        monkeypatch.setattr(launch, "TILE_RESULTS", 12)
+        for a, b in zip(whole, fmms.sample(hidden, weight, noise=given, **options), strict=True):
+            assert torch.equal(a, b)
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("scheme", ["group", "token"])

@@ -92,10 +92,16 @@ def test_fp32_product_ignores_reduced_precision_switches():
         torch.set_float32_matmul_precision(before)
 
 
-def test_row_chunks_do_not_change_the_result(monkeypatch):
+@pytest.mark.parametrize("scheme", ["group", "token"])
+def test_chunks_of_rows_and_draws_do_not_change_the_result(monkeypatch, scheme):
     hidden, weight = testing.integer_problem(7, 100, 8)
-    arguments = (hidden, weight, torch.ones(7), noise.row_seeds(1, 7), torch.zeros(7, dtype=torch.int64), 2, "group")
-    whole = reference.sample(*arguments, None, 1.0, 0.0, None)
-    monkeypatch.setattr(reference, "ROW_CHUNK_ELEMENTS", 300)
-    for a, b in zip(whole, reference.sample(*arguments, None, 1.0, 0.0, None), strict=True):
-        assert torch.equal(a, b)
+    units = 100 if scheme == "token" else 4
+    gumbels, uniforms = torch.randn(7, 9, units), torch.rand(7, 9, units)
+    for injected in (None, (gumbels, uniforms if scheme == "group" else None)):
+        arguments = (hidden, weight, torch.ones(7), noise.row_seeds(1, 7), torch.arange(7), 9, scheme, injected)
+        whole = reference.sample(*arguments, 1.0, 0.0, None)
+        for size in (300, 30, 1):
+            monkeypatch.setattr(reference, "CHUNK_ELEMENTS", size)
+            for a, b in zip(whole, reference.sample(*arguments, 1.0, 0.0, None), strict=True):
+                assert torch.equal(a, b)
+        monkeypatch.undo()
