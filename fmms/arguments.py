@@ -4,7 +4,7 @@ Only what is known without reading a tensor is checked here: shapes, dtypes, dev
 data can tell is flagged per row on the device (`valid`), since reading it would stop the GPU at every step.
 """
 
-import math
+import numbers
 
 import torch
 
@@ -29,8 +29,8 @@ def check_problem(hidden, weight) -> None:
     for name, value, layout in (("hidden", hidden, "[H, D]"), ("weight", weight, "[V, D]")):
         if not isinstance(value, torch.Tensor) or value.dim() != 2:
             fail(name, f"a tensor {layout}", value)
-        if value.dtype not in DTYPES:
-            fail(name, f"a tensor {layout} of dtype bfloat16, float16 or float32", value)
+        if value.dtype not in DTYPES or value.layout != torch.strided:
+            fail(name, f"a dense tensor {layout} of dtype bfloat16, float16 or float32", value)
     if weight.shape[0] < 1 or weight.shape[0] > MAX_VOCAB:
         fail("weight", f"a vocabulary V from 1 to {MAX_VOCAB}", weight)
     if weight.shape[1] < 1:
@@ -71,17 +71,31 @@ def check_temperature(value, rows: int, device) -> tuple[torch.Tensor | None, fl
 
 
 def check_number(name: str, value, expected: str = "a number") -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """A Python or NumPy number (no bool, no tensor) as a float."""
+    if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, numbers.Real):
         fail(name, expected, value)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        fail(name, expected, value)
 
 
-def check_finite(name: str, value, positive: bool = False) -> float:
-    """A finite Python number; None means the control is off (0 for a softcap, 1 for a scale)."""
-    expected = "a finite number" + (" > 0" if positive else "") + ", or None"
-    number = check_number(name, value, expected)
-    if not math.isfinite(number) or (positive and number <= 0):
+def check_integer(name: str, value, low: int, high: int, expected: str) -> int:
+    """A Python or NumPy integer (no bool, no tensor) from low to high."""
+    if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, numbers.Integral) or not low <= value <= high:
         fail(name, expected, value)
+    return int(value)
+
+
+def check_fp32(name: str, value, positive: bool = False) -> float:
+    """A number that fp32, in which the kernels compute, holds as a finite one; positive ones as normal ones too."""
+    limits = torch.finfo(torch.float32)
+    expected = (
+        f"a number from {limits.tiny:.3g} to {limits.max:.3g}" if positive else f"a number within {limits.max:.3g}"
+    )
+    number = check_number(name, value, f"{expected}, or None")
+    if not (limits.tiny <= number if positive else True) or not abs(number) <= limits.max:
+        fail(name, f"{expected}, or None", value)
     return number
 
 
@@ -93,8 +107,7 @@ def check_seed(value, rows: int, device) -> tuple[torch.Tensor | None, int]:
         # no [] here: one key for all rows would repeat the noise from row to row
         return check_row_tensor("seed", value, rows, device, (torch.int64,), scalar_ok=False), 0
     expected = "None, an int in [-2**63, 2**64), or an int64 tensor [H]"
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
-        fail("seed", expected, value)
+    value = check_integer("seed", value, -(2**63), 2**64 - 1, expected)
     return None, value if value < 2**63 else value - 2**64
 
 
@@ -102,15 +115,11 @@ def check_position(value, rows: int, device) -> tuple[torch.Tensor | None, int]:
     """(int64 [H] or None, scalar)."""
     if isinstance(value, torch.Tensor):
         return check_row_tensor("position", value, rows, device, (torch.int64, torch.int32)).to(torch.int64), 0
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
-        fail("position", "an int64 number or an integer tensor [H]", value)
-    return None, value
+    return None, check_integer("position", value, -(2**63), 2**63 - 1, "an int64 number or an integer tensor [H]")
 
 
 def check_count(name: str, value, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        fail(name, f"an int from {low} to {high}", value)
-    return value
+    return check_integer(name, value, low, high, f"an int from {low} to {high}")
 
 
 def check_bias(value, vocab: int, device) -> torch.Tensor:

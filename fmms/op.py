@@ -54,15 +54,17 @@ def _sample(
         )  # fmt: skip
     else:
         if temperature is None:
-            temperature = torch.full((rows,), temperature_value, device=device)
+            temperature = torch.full((rows,), temperature_value, dtype=torch.float32, device=device)
         if seeds is None:
             seeds = noise.row_seeds(seed_value, rows, device)
         if positions is None:
             positions = torch.full((rows,), position_value, dtype=torch.int64, device=device)
         injected = None if gumbels is None else (gumbels, uniforms)
-        ids, logprobs, lse, max_logit, valid, logits = reference.sample(
-            hidden, weight, temperature, seeds, positions, samples, scheme, injected, logit_scale, softcap, bias
-        )
+        # a caller's autocast would turn the fp32 products into bf16 ones
+        with torch.autocast(device.type, enabled=False):
+            ids, logprobs, lse, max_logit, valid, logits = reference.sample(
+                hidden, weight, temperature, seeds, positions, samples, scheme, injected, logit_scale, softcap, bias
+            )
     if not want_logprobs:
         logprobs = hidden.new_empty((rows, 0), dtype=torch.float32)
     if not want_logits:

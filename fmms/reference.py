@@ -175,6 +175,8 @@ def sample_from_logits(logits, temperature, seeds, positions, samples=1, scheme=
     log_total = torch.logsumexp(scaled, -1)
     lse = max_logit / divisor[:, 0] + log_total
     valid = torch.isfinite(log_total) & torch.isfinite(max_logit) & (temperature >= 0)
+    if injected:
+        valid = valid & ~(injected[0].isnan().flatten(1).any(1) & ~greedy)
 
     safe = torch.where(valid[:, None], scaled, 0.0)
     if injected:
@@ -184,6 +186,7 @@ def sample_from_logits(logits, temperature, seeds, positions, samples=1, scheme=
         gumbels, uniforms = make_noise(scheme, seeds, positions, samples, x.shape[-1])
     drawn = token_draw(safe, gumbels) if scheme == "token" else group_draw(safe, gumbels, uniforms)
     ids = torch.where(greedy[:, None], first_argmax(torch.where(valid[:, None], x, 0.0))[:, None], drawn)
+    ids = torch.where(valid[:, None], ids, 0)
     logprobs = scaled.gather(-1, ids) - log_total[:, None]
 
     def blank(value, fill):

@@ -21,7 +21,7 @@ class SampleOutput(NamedTuple):
     logprobs: torch.Tensor | None
     """fp32 of the shape of ids, if asked for: log-softmax of logits / T at the drawn ids (greedy rows: at T = 1)."""
     lse: torch.Tensor
-    """fp32 [H]: log-sum-exp of logits / T, the normaliser of `logprobs`."""
+    """fp32 [H]: log-sum-exp of logits / T, the normaliser of `logprobs`; infinite where logits / T exceed fp32."""
     max_logit: torch.Tensor
     """fp32 [H]: largest logit, before temperature."""
     valid: torch.Tensor
@@ -91,8 +91,8 @@ def sample(
     samples = 1 if num_samples is None else arguments.check_count("num_samples", num_samples, 1, MAX_SAMPLES)
     if bias is not None:
         bias = arguments.check_bias(bias, vocab, device)
-    softcap_value = 0.0 if softcap is None else arguments.check_finite("softcap", softcap, positive=True)
-    scale_value = 1.0 if logit_scale is None else arguments.check_finite("logit_scale", logit_scale)
+    softcap_value = 0.0 if softcap is None else arguments.check_fp32("softcap", softcap, positive=True)
+    scale_value = 1.0 if logit_scale is None else arguments.check_fp32("logit_scale", logit_scale)
     if noise_scheme not in ("group", "token"):
         arguments.fail("noise_scheme", "'group' or 'token'", noise_scheme)
     if impl not in _op.IMPLEMENTATIONS:

@@ -87,6 +87,18 @@ def inverse_temperature(temperature):
 
 
 @triton.jit
+def tanh(y):
+    """tanh in fp32, within a few ulp; there is no portable one. Small arguments by the Taylor series, since
+    1 - 2 / (exp(2 |y|) + 1) would cancel there."""
+    size = tl.abs(y)
+    square = y * y
+    series = size * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    large = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
+    value = tl.where(size < 0.25, series, large)
+    return tl.where(y < 0.0, -value, value)
+
+
+@triton.jit
 def finite_or_zero(m):
     """A maximum made safe to subtract: -inf (everything masked) would turn -inf - -inf into NaN."""
     return tl.where(m == float("-inf"), 0.0, m)

@@ -5,6 +5,7 @@ CUDA graph cannot capture.
 """
 
 import contextlib
+import threading
 import warnings
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fmms.kernels import stage1, stage2
 
 INTERPRETED = triton.knobs.runtime.interpret
+_interpreter_lock = threading.Lock()
+"""The interpreter patches triton.language while it runs a kernel, for all threads."""
+
 TILE_RESULTS = 1 << 24
 """Most tile results (tiles x draws x rows, 16 bytes each) that are kept between the stages."""
 
@@ -40,7 +44,10 @@ def tma_allowed(*operands: torch.Tensor) -> bool:
     if INTERPRETED or device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     return all(
-        x.data_ptr() % 16 == 0 and x.stride(0) >= x.shape[1] and x.stride(0) * x.element_size() % 16 == 0
+        x.data_ptr() % 16 == 0
+        and x.stride(1) == 1
+        and x.stride(0) >= x.shape[1]
+        and x.stride(0) * x.element_size() % 16 == 0
         for x in operands
     )
 
@@ -71,7 +78,8 @@ def _launch_context(device: torch.device):
         with torch.cuda.device(device):
             yield
     else:
-        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        ignored = warnings.catch_warnings(action="ignore", category=RuntimeWarning)
+        with _interpreter_lock, np.errstate(all="ignore"), ignored:
             yield
 
 

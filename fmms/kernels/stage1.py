@@ -52,7 +52,7 @@ def tile_logits(
     x = tl.trans(acc) if VOCAB_ON_M else acc
     x *= logit_scale
     if SOFTCAP:
-        x = softcap * (1.0 - 2.0 / (tl.exp(2.0 / softcap * x) + 1.0))
+        x = softcap * ep.tanh(x / softcap)
     if bias is not None:
         x += tl.load(bias + tokens, mask=tokens < V, other=0.0).to(tl.float32)[None, :]
     return mask_tail(x, tokens, V)

@@ -61,7 +61,14 @@ def reduce_tiles(
     log_total = tl.log(tl.sum(total, 1))
 
     # a NaN or +inf logit made a sum NaN; a row without a finite logit has maximum -inf; a NaN temperature fails t >= 0
-    good = (log_total < float("inf")) & (largest > float("-inf")) & (largest < float("inf")) & (t >= 0.0)
+    # (injected noise that is NaN leaves no token chosen)
+    good = (
+        (chosen != ep.NO_TOKEN)
+        & (log_total < float("inf"))
+        & (largest > float("-inf"))
+        & (largest < float("inf"))
+        & (t >= 0.0)
+    )
     nan = float("nan")
     tl.store(ids + draw, tl.where(good, chosen, -1).to(tl.int64), mask=live)
     if logprobs is not None:

@@ -134,6 +134,35 @@ def test_softcap_scale_and_bias(device):
     assert torch.equal(got.ids, fmms.sample(hidden, weight, impl="torch", **options).ids)
 
 
+@pytest.mark.parametrize("softcap", [1e-3, 1.0, 30.0, 1e4, 1e7, 1e30])
+def test_softcap_of_any_size(device, softcap):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 32, generator=generator).to(device)
+    weight = torch.randn(300, 32, generator=generator).to(device)
+    got = fmms.sample(hidden, weight, seed=1, softcap=softcap, impl="triton", return_logits=True)
+    want = softcap * torch.tanh(hidden.double() @ weight.double().T / softcap)
+    torch.testing.assert_close(got.logits.double(), want, rtol=2e-6, atol=1e-5 * min(1.0, softcap))
+
+
+def test_injected_noise_that_is_nan_draws_nothing(device):
+    hidden, weight = testing.integer_problem(3, 200, 16, device=device)
+    gumbels = torch.zeros(3, 1, 8, device=device)
+    gumbels[1] = float("nan")
+    for impl in ("torch", "triton"):
+        out = fmms.sample(hidden, weight, seed=0, noise=(gumbels, torch.full_like(gumbels, 0.5)), impl=impl)
+        assert out.valid.tolist() == [True, False, True] and out.ids[1] == -1
+
+
+def test_interpreted_kernels_run_from_several_threads(device):
+    from concurrent.futures import ThreadPoolExecutor
+
+    hidden, weight = testing.integer_problem(3, 200, 16, device=device)
+    want = fmms.sample(hidden, weight, seed=1, impl="triton").ids
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(fmms.sample, hidden, weight, seed=1, impl="triton") for _ in range(16)]
+    assert all(torch.equal(call.result().ids, want) for call in calls)
+
+
 def test_vocab_size_hides_padded_rows(device):
     hidden = torch.ones(8, 16, device=device)
     weight = torch.ones(256, 16, device=device)

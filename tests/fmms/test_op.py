@@ -43,6 +43,19 @@ def test_compiled_call_with_default_seed_draws_fresh_noise():
     assert not torch.equal(compiled(hidden, weight), compiled(hidden, weight))
 
 
+def test_compiled_call_with_python_numbers():
+    """Scalars are constants of the compiled code: right, at the price of a compilation for each value."""
+    hidden, weight, *_ = inputs("cpu")
+    for dynamic in (None, True):
+        torch.compiler.reset()
+        compiled = torch.compile(
+            lambda h, t, s, p: fmms.sample(h, weight, t, seed=s, position=p).ids, fullgraph=True,
+            backend="aot_eager", dynamic=dynamic,
+        )  # fmt: skip
+        for t, s, p in ((0.5, 1, 0), (0.7, 2, 1), (1.0, 3, 2)):
+            assert torch.equal(compiled(hidden, t, s, p), fmms.sample(hidden, weight, t, seed=s, position=p).ids)
+
+
 @pytest.mark.gpu
 def test_cuda_graph_replays_with_new_position_and_seeds():
     device = torch.device("cuda")

@@ -26,6 +26,7 @@ BAD = {
     ],
     "weight": [
         dict(weight=torch.zeros(V)),
+        dict(weight=torch.zeros(V, D).to_sparse()),
         dict(weight=torch.zeros(0, D)),
         dict(weight=torch.zeros(V, D, dtype=torch.int8)),
         dict(weight=torch.zeros(D, V).T),
@@ -36,6 +37,7 @@ BAD = {
         dict(temperature=float("nan")),
         dict(temperature="hot"),
         dict(temperature=True),
+        dict(temperature=10**400),
         dict(temperature=torch.ones(H + 1)),
         dict(temperature=torch.ones(H, 1)),
         dict(temperature=torch.ones(H, dtype=torch.int64)),
@@ -58,8 +60,15 @@ BAD = {
     ],
     "num_samples": [dict(num_samples=0), dict(num_samples=2.0), dict(num_samples=2**24 + 1)],
     "bias": [dict(bias=torch.zeros(V + 1)), dict(bias=torch.zeros(V, dtype=torch.int64)), dict(bias=1.0)],
-    "softcap": [dict(softcap=0.0), dict(softcap=-1.0), dict(softcap=float("inf")), dict(softcap=torch.ones(()))],
-    "logit_scale": [dict(logit_scale=float("nan")), dict(logit_scale="x")],
+    "softcap": [
+        dict(softcap=1e39),
+        dict(softcap=1e-40),
+        dict(softcap=0.0),
+        dict(softcap=-1.0),
+        dict(softcap=float("inf")),
+        dict(softcap=torch.ones(())),
+    ],
+    "logit_scale": [dict(logit_scale=float("nan")), dict(logit_scale=1e39), dict(logit_scale="x")],
     "vocab_size": [dict(vocab_size=0), dict(vocab_size=V + 1), dict(vocab_size=1.0)],
     "noise_scheme": [dict(noise_scheme="gumbel")],
     "impl": [dict(impl="cuda")],
@@ -150,6 +159,33 @@ def test_any_temperature_that_a_python_float_can_hold(device, impl):
         assert (fmms.sample(hidden, weight, cold, seed=0, impl=impl).ids == 49).all()
     for hot in (1e39, 1e300, float("inf")):
         assert fmms.sample(hidden, weight, hot, seed=0, impl=impl).ids.unique().numel() > 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_and_default_dtype_change_nothing(dtype):
+    hidden, weight = torch.randn(200, 64).to(dtype), torch.randn(300, 64).to(dtype)
+    want = fmms.sample(hidden, weight, 0.7, seed=0, impl="torch")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = fmms.sample(hidden, weight, 0.7, seed=0, impl="torch")
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        other = fmms.sample(hidden, weight, 0.7, seed=0, impl="torch")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for got in (cast, other):
+        assert torch.equal(got.ids, want.ids) and torch.equal(got.lse, want.lse)
+
+
+def test_numpy_numbers_are_numbers():
+    import numpy as np
+
+    hidden, weight = problem()
+    want = fmms.sample(hidden, weight, 0.5, seed=3, position=2, num_samples=2, softcap=4.0).ids
+    got = fmms.sample(
+        hidden, weight, np.float32(0.5), seed=np.int64(3), position=np.int32(2), num_samples=np.int64(2),
+        softcap=np.float64(4.0), vocab_size=np.int64(V),
+    ).ids  # fmt: skip
+    assert torch.equal(got, want)
 
 
 def test_outputs_carry_no_gradient():
