@@ -8,13 +8,13 @@ turning text into token ids is left to transformers and `fmms.models`.
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from fmms import arguments
 from fmms.lm_head import Backbone, LMHead, find_lm_head, verify_lm_head
 from fmms.noise import row_seeds
 from fmms.sampling import sample
@@ -22,6 +22,16 @@ from fmms.sampling import sample
 # On a GPU, asking whether every sequence has ended stops the host until the step is done, so it is asked rarely; the
 # superfluous tokens are cut off afterwards.
 _STEPS_PER_STOP_CHECK = 16
+
+_DEFAULT_NEW_TOKENS = 20
+# Room for new tokens is made for this many at first and doubled when it is full.
+_FIRST_ROOM = 128
+
+# Fed to the model after the end of a sequence: unlike the pad token, an id that every vocabulary has.
+_FILLER = 0
+
+# Tables of learned positions, by the names that transformers' models give them.
+_POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 
 # Settings of a model's generation_config that change what transformers' generate draws, with their neutral values.
 _UNSUPPORTED_SETTINGS = {
@@ -38,6 +48,24 @@ _UNSUPPORTED_SETTINGS = {
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
     "guidance_scale": (None, 1.0),
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "penalty_alpha": (None, 0.0),
+    "dola_layers": (None,),
+    "watermarking_config": (None,),
+    "token_healing": (None, False),
+    "stop_strings": (None, []),
+    "max_time": (None,),
+}
+# The same for those that only count where do_sample is on. transformers takes a top_k of None as 50.
+_UNSUPPORTED_SAMPLING_SETTINGS = {
+    "top_k": (0,),
+    "top_p": (None, 1.0),
+    "top_h": (None, 1.0),
+    "min_p": (None, 0.0),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
 }
 
 
@@ -84,7 +112,7 @@ def generate(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     *,
-    max_new_tokens: int = 20,
+    max_new_tokens: int = _DEFAULT_NEW_TOKENS,
     temperature: float | torch.Tensor = 1.0,
     seed: int | torch.Tensor | None = None,
     eos_token_id: int | Sequence[int] | str | None = "model",
@@ -99,8 +127,9 @@ def generate(
 
     At temperature 0 the tokens are those of `model.generate(do_sample=False)`, except that transformers rounds logits
     to the model's dtype first, which in bfloat16 makes ties of tokens that differ. Of the model's generation_config
-    only the end-of-sequence and pad tokens are taken; a repetition penalty or another setting that would change the
-    draw is not applied, and warned of. The first call for a model compares its head, as described by
+    only the end-of-sequence and pad tokens are taken; a repetition penalty, top_p with do_sample or another setting
+    that would change the result is not applied, and warned of. Its temperature, max_new_tokens and max_length count as
+    overridden where the argument isn't the default. The first call for a model compares its head, as described by
     `fmms.lm_head.find_lm_head`, with the model's own logits.
 
     A prompt gets the same noise alone and in a batch, whatever its padding, when `seed` is a tensor: noise depends on
@@ -110,14 +139,14 @@ def generate(
         model: decoder-only causal language model from transformers, in eval mode.
         input_ids: integer `[B, P]`, P >= 1, on the device of the model's embeddings.
         attention_mask: bool or integer `[B, P]`, 0 at padding, which must be on the left; None means no padding.
-        max_new_tokens: most tokens to add, >= 0.
-        temperature: scalar or floating `[B]`, >= 0; 0 is greedy.
-        seed: None draws a fresh seed per prompt from torch's generator (obeys `torch.manual_seed`); an int gives each
-            row a seed derived from it; int64 `[B]` is used as it is.
+        max_new_tokens: most tokens to add, >= 0; a model with learned positions needs one for each token it reads.
+        temperature: number or floating `[B]`, >= 0, infinity included; 0 is greedy.
+        seed: None draws a fresh seed per prompt from torch's generator (obeys `torch.manual_seed`); an int in
+            [-2**63, 2**64) gives each row a seed derived from it; int64 `[B]` is used as it is.
         eos_token_id: token or tokens that end a sequence; None for no end; "model" takes the model's
             generation_config.
-        pad_token_id: fills sequences after their end; "model" takes the model's generation_config. Where there is
-            none, the first end-of-sequence token, or else 0.
+        pad_token_id: fills sequences after their end, and may lie outside the vocabulary; "model" takes the model's
+            generation_config. Where there is none, the first end-of-sequence token, or else 0.
         noise_scheme: "group" or "token", as in `fmms.sample`.
         impl: as in `fmms.sample`.
         return_logprobs: also return the log-probability of each new token.
@@ -139,16 +168,20 @@ def generate(
     seeds = _seeds(seed, batch, head_device)
     eos = _eos_tokens(model, eos_token_id)
     pad = _pad_token(model, pad_token_id, eos)
-    _warn_of_settings(model)
+    _warn_of_settings(model, prompt_length, limit, temperature)
 
-    sequences = torch.cat([ids, ids.new_full((batch, limit), pad)], dim=-1)
-    logprobs = torch.zeros((batch, limit), dtype=torch.float32, device=device) if return_logprobs else None
+    room = min(limit, _FIRST_ROOM)
+    # What the model reads; the pad token is put in afterwards.
+    sequences = _widen(ids, room, _FILLER)
+    logprobs = torch.zeros((batch, room), dtype=torch.float32, device=device) if return_logprobs else None
     lengths = torch.zeros(batch, dtype=torch.int64, device=device)
     valid = torch.ones(batch, dtype=torch.bool, device=device)
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
     eos_tensor = torch.tensor(eos, dtype=torch.int64, device=device)
 
     if batch and limit:
+        longest = prompt_length if mask is None else int(mask.sum(dim=-1).max())
+        _check_positions(model, longest, limit)
         first = ids[0] if mask is None else ids[0][mask[0] != 0]
         head = verify_lm_head(model, head, first)
         backbone = Backbone(model)
@@ -156,13 +189,19 @@ def generate(
             positions = torch.arange(prompt_length, device=device).expand(batch, -1)
         else:
             positions = (mask.cumsum(dim=-1) - 1).clamp_min(0)
-            mask = torch.cat([mask, mask.new_ones((batch, limit))], dim=-1)
+            mask = _widen(mask, room, 1)
         cache = None
         controls = head.sample_arguments() | {"noise_scheme": noise_scheme, "impl": impl}
 
         with torch.no_grad():
             for step in range(limit):
                 length = prompt_length + step
+                if step == room:
+                    more = min(room, limit - room)
+                    room += more
+                    sequences = _widen(sequences, more, _FILLER)
+                    mask = None if mask is None else _widen(mask, more, 1)
+                    logprobs = None if logprobs is None else _widen(logprobs, more, 0.0)
                 step_mask = None if mask is None else mask[:, :length]
                 hidden, cache = backbone(sequences[:, :length], step_mask, positions, cache)
                 drawn = sample(
@@ -177,7 +216,7 @@ def generate(
                 # Nothing below may depend on a value on the host: that would make it wait for the GPU.
                 drawn_valid = drawn.valid.to(device)
                 going = ~finished & drawn_valid
-                step_tokens = torch.where(going, drawn.ids.to(device), pad)
+                step_tokens = torch.where(going, drawn.ids.to(device), _FILLER)
                 step_logprobs = torch.where(going, drawn.logprobs.to(device), 0.0) if return_logprobs else None
                 sequences[:, length] = step_tokens
                 if logprobs is not None:
@@ -189,7 +228,8 @@ def generate(
 
                 if callback is not None:
                     on_cpu = None if step_logprobs is None else step_logprobs.cpu()
-                    if callback(GenerateStep(step, step_tokens.cpu(), on_cpu, finished.cpu())):
+                    shown = torch.where(going, step_tokens, pad).cpu()
+                    if callback(GenerateStep(step, shown, on_cpu, finished.cpu())):
                         break
                 ask = device.type == "cpu" or callback is not None or (eos and (step + 1) % _STEPS_PER_STOP_CHECK == 0)
                 if ask and bool(finished.all()):
@@ -197,14 +237,33 @@ def generate(
                 positions = positions[:, -1:] + 1
 
     used = int(lengths.max()) if batch else 0
-    sequences = sequences[:, : prompt_length + used]
+    kept = torch.arange(used, device=device) < lengths[:, None]
+    new_tokens = torch.where(kept, sequences[:, prompt_length : prompt_length + used], pad)
     return GenerateOutput(
-        sequences=sequences,
-        new_tokens=sequences[:, prompt_length:],
+        sequences=torch.cat([ids, new_tokens], dim=-1),
+        new_tokens=new_tokens,
         logprobs=None if logprobs is None else logprobs[:, :used],
         lengths=lengths,
         valid=valid,
     )
+
+
+def _widen(tensor: torch.Tensor, columns: int, value: float) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_full((len(tensor), columns), value)], dim=-1)
+
+
+def _check_positions(model: torch.nn.Module, prompt: int, new: int) -> None:
+    """Refuse what would run past a table of learned positions; rotary models have none, and go on."""
+    for name, table in Backbone(model).module.named_modules():
+        if name.rpartition(".")[2] not in _POSITION_TABLES or not isinstance(table, torch.nn.Embedding):
+            continue
+        limit = table.num_embeddings - getattr(table, "offset", 0)
+        # The last new token is not read.
+        if prompt + new - 1 > limit:
+            raise ValueError(
+                f"max_new_tokens: {new} new tokens after a prompt of {prompt} need {prompt + new - 1} positions, but "
+                f"{type(model).__name__} has learned {limit}; at most {max(limit - prompt + 1, 0)} tokens can follow"
+            )
 
 
 def _prompts(
@@ -253,39 +312,22 @@ def _integers(tensor: Any, name: str, bool_too: bool = False) -> None:
 
 
 def _count(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise ValueError(f"{name}: expected an integer >= 0, got {value!r}")
     return value
 
 
 def _temperature(temperature: Any, batch: int, device: torch.device) -> float | torch.Tensor:
-    if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
-        if not temperature.is_floating_point() or temperature.shape != (batch,):
-            raise ValueError(
-                f"temperature: expected a number or a floating tensor of shape [{batch}], got {temperature.dtype} "
-                f"{list(temperature.shape)}"
-            )
-        return temperature.to(device)
-    try:
-        value = float(temperature)
-    except (TypeError, ValueError):
-        raise ValueError(f"temperature: expected a number or a floating tensor, got {temperature!r}") from None
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"temperature: expected a finite number >= 0, got {value}")
-    return value
+    given = temperature.to(device) if isinstance(temperature, torch.Tensor) else temperature
+    per_row, value = arguments.check_temperature(given, batch, device)
+    return value if per_row is None else per_row
 
 
 def _seeds(seed: Any, batch: int, device: torch.device) -> torch.Tensor:
-    if seed is None:
-        # Once per call: `position` already makes the steps differ.
-        return torch.randint(-(2**63), 2**63 - 1, (batch,), dtype=torch.int64, device=device)
-    if isinstance(seed, torch.Tensor):
-        if seed.dtype != torch.int64 or seed.shape != (batch,):
-            raise ValueError(f"seed: expected int64 of shape [{batch}], got {seed.dtype} {list(seed.shape)}")
-        return seed.to(device)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed: expected None, an int or an int64 tensor [{batch}], got {type(seed).__name__}")
-    return row_seeds(seed, batch, device)
+    # Fresh seeds are drawn once per call: `position` already makes the steps differ.
+    given = seed.to(device) if isinstance(seed, torch.Tensor) else seed
+    per_row, value = arguments.check_seed(given, batch, device)
+    return row_seeds(value, batch, device) if per_row is None else per_row
 
 
 def _setting(model: torch.nn.Module, name: str) -> Any:
@@ -303,15 +345,29 @@ def _eos_tokens(model: torch.nn.Module, eos_token_id: Any) -> list[int]:
 
 def _pad_token(model: torch.nn.Module, pad_token_id: Any, eos: list[int]) -> int:
     value = _setting(model, "pad_token_id") if pad_token_id == "model" else pad_token_id
-    # Some configs say -1 for "none", which no embedding could look up.
-    if value is None or (pad_token_id == "model" and value < 0):
+    # Some configs say -1 for "none".
+    if value is None or (pad_token_id == "model" and value == -1):
         return eos[0] if eos else 0
     return _count(value, "pad_token_id")
 
 
-def _warn_of_settings(model: torch.nn.Module) -> None:
+def _warn_of_settings(
+    model: torch.nn.Module, prompt_length: int, new_tokens: int, temperature: float | torch.Tensor
+) -> None:
     config = getattr(model, "generation_config", None)
-    found = [n for n, neutral in _UNSUPPORTED_SETTINGS.items() if getattr(config, n, None) not in neutral]
+    if config is None:
+        return
+    neutral = dict(_UNSUPPORTED_SETTINGS)
+    if getattr(config, "do_sample", None) and (isinstance(temperature, torch.Tensor) or temperature > 0):
+        neutral |= _UNSUPPORTED_SAMPLING_SETTINGS
+        # An argument other than the default overrides the setting, as it would in transformers.
+        if not isinstance(temperature, torch.Tensor) and temperature == 1.0:
+            neutral["temperature"] = (None, 1.0)
+    if new_tokens == _DEFAULT_NEW_TOKENS:
+        neutral["max_new_tokens"] = (None, new_tokens)
+        if getattr(config, "max_new_tokens", None) is None:
+            neutral["max_length"] = (None, _DEFAULT_NEW_TOKENS, prompt_length + new_tokens)
+    found = [n for n, values in neutral.items() if getattr(config, n, None) not in values]
     if found:
         warnings.warn(
             f"fmms.generate does not apply these settings of the model's generation_config: {', '.join(found)}",

@@ -200,7 +200,10 @@ class Backbone:
 
 
 def verify_lm_head(model: torch.nn.Module, head: LMHead, input_ids: torch.Tensor) -> LMHead:
-    """Check `head` against the model's own logits; once per model and weights, later calls return at once.
+    """Check `head` against the model's own logits; once per model, later calls return at once.
+
+    It is checked again once the weights lie elsewhere, or a module outside the backbone is replaced, gets another
+    forward or gains or loses a hook.
 
     One short pass through the whole model, in which the backbone's last hidden state is also multiplied by 8 and 64: at
     the size of ordinary hidden states a softcap can hide inside the rounding.
@@ -216,7 +219,8 @@ def verify_lm_head(model: torch.nn.Module, head: LMHead, input_ids: torch.Tensor
     Raises:
         ValueError: the logits differ by more than rounding explains; names the model class and the difference.
     """
-    fingerprint = head._fingerprint()
+    backbone = Backbone(model)
+    fingerprint = (head._fingerprint(), _surroundings(model, backbone.module))
     known = _verified.get(model)
     if known is not None and known[0] == fingerprint:
         return known[1]
@@ -224,7 +228,6 @@ def verify_lm_head(model: torch.nn.Module, head: LMHead, input_ids: torch.Tensor
     tokens = input_ids[-_PROBE_TOKENS:].unsqueeze(0)
     positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
     with torch.no_grad():
-        backbone = Backbone(model)
         hidden = backbone(tokens, None, positions)[0][:, -1]
         probes, own = _probe(model, backbone.module, tokens)
         own = own.to(head.weight.device).float()
@@ -253,6 +256,30 @@ def verify_lm_head(model: torch.nn.Module, head: LMHead, input_ids: torch.Tensor
             )
     _verified[model] = (fingerprint, checked)
     return checked
+
+
+def _surroundings(model: torch.nn.Module, backbone: torch.nn.Module) -> tuple:
+    """What the modules outside the backbone, whose code decoding leaves out, are and run."""
+    inside = set(backbone.modules())
+    return tuple(
+        # Hooks are numbered in the order in which they are registered, and no number is used twice.
+        (_identity(m), _identity(type(m)), _code(m.forward), tuple(m._forward_hooks), tuple(m._forward_pre_hooks))
+        for m in model.modules()
+        if m not in inside
+    )
+
+
+def _code(function: Any) -> tuple:
+    """Identity of a function; of a method, which is a new object at every look, those of its two parts."""
+    return _identity(getattr(function, "__func__", function)), _identity(getattr(function, "__self__", None))
+
+
+def _identity(thing: Any) -> Any:
+    # Weak, so that a verified model isn't kept alive; an id alone could come back for another object.
+    try:
+        return weakref.ref(thing)
+    except TypeError:
+        return id(thing)
 
 
 def _probe(

@@ -1,5 +1,7 @@
 """Decoding with the fused head: the tokens of transformers when greedy, the model's distribution when not."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -253,14 +255,80 @@ def test_training_mode_is_refused(llama):
         llama.eval()
 
 
-def test_settings_that_are_not_applied_are_named(llama):
-    ids, _ = tiny_models.prompts()
-    llama.generation_config.repetition_penalty = 1.3
-    try:
-        with pytest.warns(UserWarning, match="repetition_penalty"):
-            fmms.generate(llama, ids, max_new_tokens=1)
-    finally:
-        llama.generation_config.repetition_penalty = None
+@pytest.mark.parametrize(
+    ("settings", "temperature", "named"),
+    [
+        ({}, 1.0, ""),
+        ({"do_sample": False, "top_k": 5, "num_beams": 1, "max_length": 20}, 1.0, ""),
+        ({"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 0.6}, 0.7, ""),
+        ({"do_sample": True, "top_k": 5, "top_p": 0.9}, 0, ""),
+        ({"do_sample": True, "top_k": 5, "min_p": 0.1, "temperature": 0.6}, 1.0, "top_k, min_p, temperature"),
+        ({"do_sample": True, "top_k": 0, "top_p": 0.9, "typical_p": 0.9}, 1.0, "top_p, typical_p"),
+        ({"do_sample": True}, 0.5, "top_k"),
+        ({"num_beams": 3, "penalty_alpha": 0.6, "stop_strings": ["."]}, 0, "num_beams, penalty_alpha, stop_strings"),
+        ({"repetition_penalty": 1.3, "max_length": 64}, 0, "repetition_penalty, max_length"),
+        ({"max_new_tokens": 64, "max_length": 64}, 0, "max_new_tokens"),
+    ],
+)
+def test_settings_that_would_change_the_result_are_named_and_others_not(settings, temperature, named):
+    model = tiny_models.build("llama", transformers)
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fmms.generate(model, tiny_models.prompts()[0], temperature=temperature)
+    ours = [str(w.message) for w in caught if "fmms.generate" in str(w.message)]
+    assert [m.rpartition(": ")[2] for m in ours] == ([named] if named else [])
+
+
+@pytest.mark.parametrize("source", ["argument", "config", "end of sequence"])
+def test_a_pad_token_outside_the_vocabulary_fills_but_is_not_fed(source):
+    model = tiny_models.build("llama", transformers)
+    ids, mask = tiny_models.prompts(PADDING)
+    arguments = {"max_new_tokens": NEW, "temperature": 0}
+    free = fmms.generate(model, ids, mask, eos_token_id=None, **arguments).new_tokens
+    eos = int(free[0, 4])
+    expected = fmms.generate(model, ids, mask, eos_token_id=eos, **arguments)
+    if source != "argument":
+        model.generation_config.pad_token_id = 5000 if source == "config" else None
+        model.config.pad_token_id = None
+    chosen = {"pad_token_id": 5000} if source == "argument" else {}
+    steps = []
+    eos = [5000, eos] if source == "end of sequence" else eos
+    out = fmms.generate(model, ids, mask, eos_token_id=eos, callback=steps.append, **arguments, **chosen)
+    ended = torch.arange(out.new_tokens.shape[1]) >= out.lengths[:, None]
+    assert ended.any()
+    assert torch.equal(out.new_tokens, expected.new_tokens.masked_fill(ended, 5000))
+    assert torch.equal(torch.stack([s.ids for s in steps], dim=1), out.new_tokens)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_learned_positions_limit_the_length(name):
+    model = tiny_models.build(name, transformers)
+    ids, mask = tiny_models.prompts((0, 3))
+    out = fmms.generate(model, ids, mask, max_new_tokens=119, temperature=0, eos_token_id=None)
+    assert out.lengths.tolist() == [119, 119]
+    with pytest.raises(ValueError, match=r"120 new tokens after a prompt of 10 .* learned 128; at most 119"):
+        fmms.generate(model, ids, mask, max_new_tokens=120)
+
+
+def test_room_grows_with_the_sequence_and_not_with_the_limit(llama, monkeypatch):
+    ids, mask = tiny_models.prompts(PADDING)
+    arguments = {"temperature": 0, "eos_token_id": None, "return_logprobs": True}
+    # Rotary positions go on past max_position_embeddings.
+    whole = fmms.generate(llama, ids, mask, max_new_tokens=125, **arguments)
+    monkeypatch.setattr("fmms.generation._FIRST_ROOM", 3)
+    out = fmms.generate(llama, ids, mask, max_new_tokens=10**12, callback=lambda s: s.step == 124, **arguments)
+    assert torch.equal(out.sequences, whole.sequences)
+    assert torch.equal(out.logprobs, whole.logprobs)
+
+
+def test_temperatures_and_seeds_are_those_of_sample(llama):
+    ids = tiny_models.prompts()[0]
+    arguments = {"max_new_tokens": 4, "eos_token_id": None}
+    hot = fmms.generate(llama, ids, temperature=float("inf"), seed=2**64 - 1, **arguments)
+    assert hot.valid.all()
+    assert torch.equal(hot.new_tokens, fmms.generate(llama, ids, temperature=1e38, seed=-1, **arguments).new_tokens)
 
 
 IDS, MASK = tiny_models.prompts(PADDING)
@@ -281,14 +349,18 @@ IDS, MASK = tiny_models.prompts(PADDING)
         ({"attention_mask": MASK.float()}, r"attention_mask: expected dtype .*torch\.bool, got torch\.float32"),
         ({"max_new_tokens": -1}, "max_new_tokens: expected an integer >= 0, got -1"),
         ({"max_new_tokens": 2.0}, r"max_new_tokens: .* got 2\.0"),
-        ({"temperature": -0.5}, r"temperature: expected a finite number >= 0, got -0\.5"),
-        ({"temperature": float("nan")}, "temperature: .* got nan"),
-        ({"temperature": "hot"}, "temperature: .* got 'hot'"),
-        ({"temperature": torch.ones(3)}, r"temperature: .* shape \[4\], got torch\.float32 \[3\]"),
-        ({"temperature": torch.ones(4, dtype=torch.int64)}, "temperature: .* floating"),
-        ({"seed": torch.zeros(4)}, r"seed: expected int64 of shape \[4\], got torch\.float32"),
-        ({"seed": torch.zeros(1, dtype=torch.int64)}, r"seed: .* got torch\.int64 \[1\]"),
+        ({"temperature": -0.5}, r"temperature: expected a number >= 0 .*got .*-0\.5"),
+        ({"temperature": True}, "temperature: .* got .*True"),
+        ({"temperature": float("nan")}, "temperature: .* got .*nan"),
+        ({"temperature": "hot"}, "temperature: .* got .*'hot'"),
+        ({"temperature": torch.ones(3)}, r"temperature: .* shape \[4\].*got .*torch\.float32 .*\[3\]"),
+        ({"temperature": torch.ones(4, dtype=torch.int64)}, "temperature: expected dtype float32.* got"),
+        ({"seed": torch.zeros(4)}, r"seed: expected .*int64.* got .*torch\.float32"),
+        ({"seed": torch.zeros(1, dtype=torch.int64)}, r"seed: .* got .*torch\.int64 .*\[1\]"),
         ({"seed": 1.5}, "seed: .* got float"),
+        ({"seed": 2**70}, "seed: .* got"),
+        ({"pad_token_id": 2**63}, "pad_token_id: expected an integer >= 0"),
+        ({"pad_token_id": 1.0}, "pad_token_id: expected an integer >= 0"),
         ({"eos_token_id": "end"}, "eos_token_id: expected an integer >= 0, got 'end'"),
         ({"eos_token_id": [2, -1]}, "eos_token_id: expected an integer >= 0, got -1"),
         ({"pad_token_id": -1}, "pad_token_id: expected an integer >= 0, got -1"),

@@ -121,6 +121,52 @@ def test_verification_runs_once_per_model_and_weights():
     assert len(runs) == 2
 
 
+class _Negated(torch.nn.Linear):
+    def forward(self, hidden):
+        return -super().forward(hidden)
+
+
+def _negate(output):
+    output["logits"] = -output["logits"]
+    return output
+
+
+def _patch_forward(model):
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: _negate(forward(*args, **kwargs))
+
+
+def _patch_head_forward(model):
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: -forward(hidden)
+
+
+def _replace_head(model):
+    weight = model.lm_head.weight
+    model.lm_head = _Negated(32, 97, bias=False)
+    model.lm_head.weight = weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.lm_head.register_forward_hook(lambda module, args, output: -output),
+        lambda model: model.lm_head.register_forward_pre_hook(lambda module, args: (-args[0],)),
+        lambda model: model.register_forward_hook(lambda module, args, output: _negate(output)),
+        _patch_forward,
+        _patch_head_forward,
+        _replace_head,
+    ],
+    ids=["head hook", "head pre-hook", "model hook", "model forward", "head forward", "head"],
+)
+def test_a_change_after_verification_is_seen(change):
+    model = tiny_models.build("llama", transformers)
+    verify_lm_head(model, find_lm_head(model), PROMPT)
+    change(model)
+    with pytest.raises(ValueError, match="differs"):
+        verify_lm_head(model, find_lm_head(model), PROMPT)
+
+
 def test_a_verified_model_is_not_kept_alive():
     model = tiny_models.build("llama", transformers)
     verify_lm_head(model, find_lm_head(model), PROMPT)
