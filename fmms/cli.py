@@ -14,11 +14,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         return options.command(options)
-    except (NotebookError, FileNotFoundError, ValueError) as error:
-        if not isinstance(error, NotebookError | ValueError) and error.filename:
-            raise  # not one of ours: a file vanished
+    except (NotebookError, OSError, ValueError) as error:
         print(f"fmms: {error}", file=sys.stderr)
-        return 2
+        # A missing checkout is a mistake in the call; a folder or disk that refuses is not.
+        ours = not isinstance(error, OSError) or (isinstance(error, FileNotFoundError) and not error.filename)
+        return 2 if ours else 1
     except KeyboardInterrupt:
         print("\nfmms: stopped", file=sys.stderr)
         return 130
@@ -87,8 +87,11 @@ def _run(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from fmms import report
 
-    print(report.render(options.profile))
-    return 0
+    faults = []
+    print(report.render(options.profile, faults))
+    for fault in faults:
+        print(f"fmms: {fault}", file=sys.stderr)
+    return int(bool(faults))
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fmms import paths
+from fmms import notebooks, paths
 from fmms.bench import records
 
 NOTEBOOKS = "notebooks"
@@ -173,19 +173,29 @@ def probe_writable(profile: str, root: Path | None = None, writable: Callable[[P
         root = root or paths.project_root()
     except FileNotFoundError:
         return Finding("write access", "not looked at: no checkout")
-    writable = writable or (lambda folder: os.access(folder, os.W_OK | os.X_OK))
-    shut = [name for name in ("data", "figures", "build") if not writable(_existing(root / name / profile))]
+    shut = shut_folders(profile, root, writable)
     if not shut:
         return Finding("write access", "data/ figures/ build/")
     folders = ", ".join(f"{name}/" for name in shut)
+    files = [str(place.relative_to(root)) for place in shut.values() if not place.is_dir()]
     return Finding(
         "write access",
         f"none to {folders}",
         False,
         "saving results, figures or executed notebooks",
-        f"sudo chown -R $USER {' '.join(shut)}",
+        f"mv {files[0]} {files[0]}.old" if files else f"sudo chown -R $USER {' '.join(shut)}",
         True,
     )
+
+
+def shut_folders(
+    profile: str, root: Path | None = None, writable: Callable[[Path], bool] | None = None
+) -> dict[str, Path]:
+    """Which of data, figures and build a run could not write to, each with the file or folder that is in its way."""
+    root = root or paths.project_root()
+    writable = writable or (lambda folder: folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
+    places = {name: _existing(root / name / profile) for name in ("data", "figures", "build")}
+    return {name: place for name, place in places.items() if not writable(place)}
 
 
 def probe_nbdime(configured: Callable[[], bool] | None = None) -> Finding:
@@ -257,11 +267,28 @@ def table(profile: str, findings: list[Finding]) -> str:
 
 
 def main(profile: str | None = None) -> int:
-    """Prints the table; returns 0 when the profile (default: h200 with a GPU, else cpu) can run, 1 when it can't."""
-    profile = paths.check_profile(profile or ("h200" if records.gpus() else "cpu"))
+    """Prints the table; returns 0 when the profile (default: h200 with a GPU, else cpu) can run, 1 when it can't.
+
+    Raises NotebookError for a profile that the checkout has no parameters for.
+    """
+    if profile is not None:
+        _check_known(profile)
+    profile = profile or ("h200" if records.gpus() else "cpu")
     findings = diagnose(profile)
     print(table(profile, findings))
     return int(any(finding.blocks for finding in findings))
+
+
+def _check_known(profile: str) -> None:
+    paths.check_profile(profile)
+    try:
+        known = notebooks.profiles()
+    except FileNotFoundError:
+        return  # no checkout: a finding says so
+    if known and profile not in known:
+        raise notebooks.NotebookError(
+            f"no profile is called {profile!r}: notebooks/params/{profile}/ is missing (profiles: {', '.join(known)})"
+        )
 
 
 def _for_this_interpreter(command: str, which: Callable[[str], str | None] = shutil.which) -> str:

@@ -20,6 +20,10 @@ class NotebookError(Exception):
     """Something about a notebook or its parameters that its user can put right; the message says how."""
 
 
+class UnreadableError(NotebookError):
+    """A notebook's file is cut short or holds something else; the message names it."""
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One line of a parameters cell: name, type as written, default as written, meaning."""
@@ -38,6 +42,7 @@ class Job:
     profile: str
     parameters: dict
     overrides: dict[str, str]  # those of the command line, as typed
+    fault: str = ""  # why the notebook's file cannot be read, and hence not run
 
     @property
     def name(self) -> str:
@@ -72,16 +77,31 @@ def profiles() -> list[str]:
     return sorted(path.name for path in (paths.project_root() / "notebooks" / "params").glob("*") if path.is_dir())
 
 
+def read(path: Path):
+    """A notebook as nbformat holds it; UnreadableError for a file that holds none."""
+    try:
+        import nbformat
+    except ImportError as error:
+        raise NotebookError(EXTRA) from error
+    try:
+        text = path.read_text(encoding="utf-8")
+        _check_shape(json.loads(text))
+        return nbformat.reads(text, as_version=4)
+    except Exception as error:
+        raise UnreadableError(f"{_shown(path)} cannot be read as a notebook: {_one_line(error)}") from error
+
+
 def parameters(path: Path) -> dict[str, Parameter]:
     """The parameters that a notebook's tagged cell declares, by name."""
     try:
         import papermill
     except ImportError as error:
         raise NotebookError(EXTRA) from error
+    read(path)
     try:
         declared = papermill.inspect_notebook(str(path))
     except Exception as error:
-        raise NotebookError(f"{path.name} cannot be read as a notebook: {type(error).__name__}: {error}") from error
+        raise UnreadableError(f"{_shown(path)} cannot be read as a notebook: {_one_line(error)}") from error
     return {
         name: Parameter(name, one["inferred_type_name"], one["default"], one["help"]) for name, one in declared.items()
     }
@@ -99,7 +119,7 @@ def job(path: Path, profile: str, overrides: dict[str, str] | None = None) -> Jo
     for a value of another type than declared.
     """
     try:
-        import yaml
+        import yaml  # noqa: F401
     except ImportError as error:
         raise NotebookError(EXTRA) from error
     paths.check_profile(profile)
@@ -112,20 +132,9 @@ def job(path: Path, profile: str, overrides: dict[str, str] | None = None) -> Jo
             f"(profiles: {known})"
         )
     where = f"notebooks/params/{profile}/{file.name}"
-    try:
-        given = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        if not isinstance(given, dict):
-            raise NotebookError(f"{where} holds a {type(given).__name__}; expected lines of `name: value`")
-        values = {name: (value, where) for name, value in given.items()}
-        for name, text in (overrides or {}).items():
-            # A text parameter takes its value as typed: `-p model=2` is the text "2".
-            value = yaml.safe_load(text)
-            hint = declared[name].type if name in declared else ""
-            if "str" in hint and not isinstance(value, str | None):
-                value = text
-            values[name] = (value, "-p")
-    except yaml.YAMLError as error:
-        raise NotebookError(f"{path.stem}: a parameter is no valid YAML: {' '.join(str(error).split())}") from error
+    values = {name: (value, where) for name, value in _file_values(file, where).items()}
+    for name, text in (overrides or {}).items():
+        values[name] = (_value(path, name, text, declared[name].type if name in declared else ""), "-p")
     if "profile" in declared:
         value, source = values.setdefault("profile", (profile, "--profile"))
         if value != profile:
@@ -137,6 +146,72 @@ def job(path: Path, profile: str, overrides: dict[str, str] | None = None) -> Jo
         raise NotebookError(f"{path.stem} has no parameter {', '.join(unknown)} (from {source}); it knows: {known}")
     typed = {name: _typed(path, declared[name], *given) for name, given in values.items()}
     return Job(path, profile, typed, dict(overrides or {}))
+
+
+def _file_values(file: Path, where: str) -> dict:
+    """What a parameter file sets; `where` is its name in messages."""
+    import yaml
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        given = yaml.safe_load(text) or {}
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except UnicodeDecodeError as error:
+        raise NotebookError(f"{where} is not UTF-8 text: {error}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise NotebookError(f"{where} is no valid YAML: {_one_line(error)}") from error
+    if not isinstance(given, dict):
+        raise NotebookError(f"{where} holds a {type(given).__name__}; expected lines of `name: value`")
+    names = [key.value for key, _ in node.value if isinstance(key.value, str)] if given else []
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise NotebookError(f"{where} sets {', '.join(twice)} more than once; keep one line of each")
+    return given
+
+
+def _value(path: Path, name: str, text: str, hint: str):
+    """What `-p name=text` means. A text parameter takes its value as typed: `-p model=2` is the text "2"."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        if hint in ("str", "Optional[str]"):
+            return text
+        raise NotebookError(f"{path.stem}: -p {name} is no valid YAML: {_one_line(error)}") from error
+    plain = hint == "str" or (hint == "Optional[str]" and value is not None)
+    return text if plain and not isinstance(value, str) else value
+
+
+def _check_shape(notebook) -> None:
+    """ValueError unless JSON has a notebook's shape, as far as this project looks into one."""
+    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
+        raise ValueError("expected an object with a list of cells")
+    metadata = notebook.get("metadata", {})
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("kernelspec", {}), dict):
+        raise ValueError("its metadata is no object")
+    for number, cell in enumerate(notebook["cells"], 1):
+        if not isinstance(cell, dict) or not isinstance(cell.get("cell_type"), str):
+            raise ValueError(f"cell {number} has no type")
+        source = cell.get("source")
+        lines = source if isinstance(source, list) else [source]
+        if not all(isinstance(line, str) for line in lines):
+            raise ValueError(f"cell {number} has no source text")
+        about = cell.get("metadata", {})
+        if not isinstance(about, dict) or not isinstance(about.get("tags", []), list):
+            raise ValueError(f"cell {number} has metadata of the wrong shape")
+
+
+def _shown(path: Path) -> str:
+    """A path for a message: relative to the project where it lies in it."""
+    root = paths.project_root()
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
+def _one_line(error: Exception) -> str:
+    """An exception's message in one line of bearable length: nbformat's holds the whole file."""
+    text = " ".join(str(error).split())
+    return (text if len(text) <= 160 else f"{text[:160]} ...") or type(error).__name__
 
 
 def _typed(path: Path, parameter: Parameter, value, source: str):
@@ -163,8 +238,9 @@ def lint(path: Path) -> list[str]:
     """What keeps a notebook from being clean: one sentence per fault, [] for a clean one."""
     try:
         notebook = json.loads(path.read_text(encoding="utf-8"))
+        _check_shape(notebook)
         cells = notebook["cells"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         return [f"{path.name} cannot be read as a notebook: {error}"]
     faults = []
     for number, cell in enumerate(cells, 1):
@@ -191,11 +267,18 @@ def lint(path: Path) -> list[str]:
 
 
 def clear(path: Path) -> bool:
-    """Removes outputs and execution counts from a notebook's file; returns whether there were any."""
+    """Removes outputs and execution counts from a notebook's file; returns whether there were any.
+
+    A file that cannot be read is left as it is; `lint` names it.
+    """
     from fmms import atomic
 
-    text = path.read_text(encoding="utf-8")
-    notebook = json.loads(text)
+    try:
+        text = path.read_text(encoding="utf-8")
+        notebook = json.loads(text)
+        _check_shape(notebook)
+    except (OSError, ValueError):
+        return False
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell["outputs"], cell["execution_count"] = [], None

@@ -11,16 +11,17 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from fmms import atomic, notebooks, paths
-from fmms.notebooks import NotebookError
+from fmms.notebooks import NotebookError, UnreadableError
 from fmms.run import read_state
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; font-src data:"
 _DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
 
 
-def render(profile: str) -> Path:
+def render(profile: str, faults: list[str] | None = None) -> Path:
     """Renders every executed notebook of a profile and the index; returns the index's path relative to the project.
 
+    faults: gets a sentence for each file that cannot be read or rendered; the others are rendered all the same.
     Raises NotebookError when no notebook has been executed with this profile on this machine (an index that a GPU host
     wrote is then left as it is), or when nbconvert is missing.
     """
@@ -32,16 +33,25 @@ def render(profile: str) -> Path:
     build, folder = paths.build_dir(profile), paths.figures_dir(profile)
     entries = [_entry(path.stem, build, profile) for path in _known(build)]
     if not any(entry["copy"] for entry in entries):
+        unread = "".join(f"{fault}\n" for entry in entries for fault in entry["faults"])
         raise NotebookError(
-            f"no notebook has been executed with profile {profile!r} here (build/{profile}/ holds none); "
+            f"{unread}no notebook has been executed with profile {profile!r} here (build/{profile}/ holds none); "
             f"run them first: fmms run --profile {profile}"
         )
     for entry in entries:
         if entry["copy"]:
             line = f"{entry['name']} · profile {profile} · {entry['status']} {entry['finished']} · {entry['machine']}"
-            page = page_html(entry["copy"], entry["title"], line, entry["error"])
-            atomic.write_text(folder / f"{entry['name']}.html", page)
+            try:
+                page = page_html(entry["copy"], entry["title"], line, entry["error"])
+            except Exception as error:  # whatever a notebook holds, the others are rendered
+                shown = entry["copy"].relative_to(paths.project_root())
+                what = " ".join(str(error).split())[:160]
+                entry["faults"].append(f"{shown} cannot be rendered: {type(error).__name__}: {what}")
+            else:
+                atomic.write_text(folder / f"{entry['name']}.html", page)
         entry["page"] = f"{entry['name']}.html" if (folder / f"{entry['name']}.html").is_file() else None
+    if faults is not None:
+        faults += [fault for entry in entries for fault in entry["faults"]]
     machine = next((entry["machine"] for entry in reversed(entries) if entry["machine"]), "")
     _deal_out_figures(entries, folder)
     environment = jinja2.Environment(autoescape=True)
@@ -124,25 +134,28 @@ def _known(build: Path) -> list[Path]:
 
 
 def _entry(name: str, build: Path, profile: str) -> dict:
-    import nbformat
-
     state = read_state(profile, name)
     passed, failed = build / f"{name}.ipynb", build / f"{name}.failed.ipynb"
-    copy = next(
-        (
-            path
-            for path in ((failed, passed) if state.get("status") == "failed" else (passed, failed))
-            if path.is_file()
-        ),
-        None,
-    )
-    source = copy or paths.project_root() / "notebooks" / f"{name}.ipynb"
-    executed = nbformat.read(source, as_version=4)
-    title, sentence = title_and_sentence(_without_markers(executed.cells))
+    copies = [path for path in (passed, failed) if path.is_file()]
+    if state.get("status") == "failed":
+        copies.reverse()
+    executed, copy, faults = None, None, []
+    for path in (*copies, paths.project_root() / "notebooks" / f"{name}.ipynb"):
+        try:
+            executed = notebooks.read(path)
+        except UnreadableError as error:
+            if path.exists():
+                faults.append(str(error))
+            if path in copies:
+                state = {}  # what it says is about a copy that is no more
+        else:
+            copy = path if path in copies else None
+            break
+    title, sentence = title_and_sentence(_without_markers(executed.cells)) if executed else ("", "")
     status, finished, seconds = state.get("status"), state.get("finished", ""), state.get("seconds", "")
     if status is None and copy:
         # Executed by papermill itself, or an older copy of a run that is not finished.
-        note = executed.metadata.get("papermill", {})
+        note = executed.metadata.get("papermill") or {}
         status = "failed" if note.get("exception") else "passed"
         finished, seconds = (note.get("end_time") or "")[:19], round(note.get("duration") or 0, 1)
     error = state.get("error")
@@ -154,7 +167,8 @@ def _entry(name: str, build: Path, profile: str) -> dict:
         "status": status or "not run",
         "finished": finished.replace("T", " ").replace("+00:00", ""),
         "seconds": seconds,
-        "error": f"{error['where']}: {error['what'].splitlines()[0]}" if error else "",
+        "error": f"{error['where']}: {error['what'].splitlines()[0]}" if error else "; ".join(faults),
+        "faults": faults,
         "machine": machine_line(state),
     }
 

@@ -10,20 +10,23 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fmms import atomic, notebooks, paths
+from fmms import atomic, doctor, notebooks, paths
 from fmms.bench import records
-from fmms.notebooks import Job, NotebookError
+from fmms.notebooks import Job, NotebookError, UnreadableError
 from fmms.progress import Progress
 
 SOURCES = {".py", ".j2", ".css", ".h", ".hpp", ".cuh", ".cu", ".cpp", ".hip"}
+LONGEST_WAIT = 1e6  # seconds that the messaging library can be told to wait; more is no limit
 START_TIMEOUT = 180  # seconds for a kernel to come up: the first import of a large package on a cold disk
 
 
@@ -43,12 +46,13 @@ def run(
     names, overrides: as `fmms.notebooks.find` and `.job` take them. force: also those that are up to date. timeout:
     seconds a notebook may take. Returns 0 when each notebook passed or was up to date, 1 when one failed, 130 after
     Ctrl-C and 143 after SIGTERM. Raises NotebookError before anything runs for a name, a parameter or a value that
-    can't be right.
+    can't be right, and OSError when results, figures or copies could not be written.
     """
-    if timeout is not None and timeout <= 0:
-        raise NotebookError(f"the timeout is {timeout:g} s; expected more than 0")
+    if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
+        raise NotebookError(f"the timeout is {timeout:g} s; expected more than 0, and a finite number")
     jobs = _jobs(names, profile, overrides)
     folder = paths.build_dir(profile)
+    _check_writable(profile)
     folder.mkdir(parents=True, exist_ok=True)
     with _sole_user(folder), _sigterm_as_interrupt():
         results = []
@@ -60,9 +64,8 @@ def run(
             print(f"\nstopped during {job.name}; done: {done}. The same command continues here.", flush=True)
             return 143 if isinstance(stop, Stopped) else 130
     _summary(results)
-    from fmms import report
-
-    print(f"executed copies: build/{profile}/\nreport: {report.render(profile)}", flush=True)
+    print(f"executed copies: build/{profile}/", flush=True)
+    _render(profile)
     return int(any(result["status"] == "failed" for result in results))
 
 
@@ -72,11 +75,31 @@ def state_file(profile: str, name: str) -> Path:
 
 
 def read_state(profile: str, name: str) -> dict:
-    """That note; {} when the notebook has not finished since it was last started."""
+    """That note; {} when the notebook has not finished since it was last started, or the note is unusable."""
     try:
-        return json.loads(state_file(profile, name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        state = json.loads(state_file(profile, name).read_text(encoding="utf-8"))
+        return state if _usable(state) else {}
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return {}
+
+
+def _usable(state) -> bool:
+    """Whether a note has all that the runner and the report take from it; may raise for one of another shape."""
+    error, machine = state["error"], state["machine"]
+    git, gpus = machine["git"], machine["gpus"]
+    texts = [state["name"], state["digest"], state["finished"], machine["cpu"], *state["outputs"]]
+    if state["status"] == "failed":
+        texts += [error["where"], error["what"] or None]
+    return (
+        (state["status"] == "failed" or (state["status"] == "passed" and error is None))
+        and isinstance(state["seconds"], int | float)
+        and isinstance(machine["versions"], dict)
+        and isinstance(git["commit"], str | None)
+        and "dirty" in git
+        and "cores" in machine
+        and all({"name", "driver"} <= gpu.keys() for gpu in gpus)
+        and all(isinstance(text, str) for text in texts)
+    )
 
 
 def digest(job: Job) -> str:
@@ -108,6 +131,8 @@ def _jobs(names: list[str] | None, profile: str, overrides: dict[str, str] | Non
     for path in notebooks.find(names):
         try:
             jobs.append(notebooks.job(path, profile, overrides))
+        except UnreadableError as error:
+            jobs.append(Job(path, profile, {}, {}, str(error)))
         except NotebookError as error:
             faults.append(str(error))
     if faults:
@@ -117,6 +142,10 @@ def _jobs(names: list[str] | None, profile: str, overrides: dict[str, str] | Non
 
 def _one(job: Job, label: str, force: bool, timeout: float | None) -> dict:
     """Runs one notebook unless it is up to date; returns its result as the state file holds it."""
+    if job.fault:
+        print(f"{label}  failed  {job.fault}", flush=True)
+        error = {"cell": 0, "where": "before its first cell", "what": job.fault}
+        return {"name": job.name, "status": "failed", "seconds": 0.0, "error": error}
     stamp = digest(job)
     state = read_state(job.profile, job.name)
     if not force and _up_to_date(job, state, stamp):
@@ -163,7 +192,13 @@ def _up_to_date(job: Job, state: dict, stamp: str) -> bool:
         return False
     root = paths.project_root()
     copy = paths.build_dir(job.profile) / f"{job.name}.ipynb"
-    return copy.is_file() and all((root / name).is_file() for name in state.get("outputs", []))
+    try:
+        notebooks.read(copy)
+    except NotebookError as error:
+        if copy.exists():
+            print(f"    {error}; it is made again", flush=True)
+        return False
+    return all((root / name).is_file() for name in state["outputs"])
 
 
 def _execute(job: Job, copy: Path, progress: Progress, timeout: float | None) -> dict | None:
@@ -171,7 +206,17 @@ def _execute(job: Job, copy: Path, progress: Progress, timeout: float | None) ->
     import papermill
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
-    deadline = time.monotonic() + timeout if timeout else None
+    deadline = time.monotonic() + timeout if timeout else math.inf
+
+    def on_cell(cells, index):
+        progress.cell(cells, index)
+        if time.monotonic() >= deadline:
+            raise CellTimeoutError("before this cell")
+
+    def left(cell) -> float | None:
+        seconds = deadline - time.monotonic()
+        return max(0.001, seconds) if seconds < LONGEST_WAIT else None
+
     _register_engine(papermill)
     try:
         with _kernelspec(job):
@@ -184,8 +229,8 @@ def _execute(job: Job, copy: Path, progress: Progress, timeout: float | None) ->
                 progress_bar=False,
                 start_timeout=START_TIMEOUT,
                 cwd=str(paths.project_root()),
-                on_cell=progress.cell,
-                timeout_func=lambda cell: max(1, round(deadline - time.monotonic())) if deadline else None,
+                on_cell=on_cell,
+                timeout_func=left,
             )
     except papermill.PapermillExecutionError as error:
         what = f"{error.ename}: {error.evalue}"
@@ -278,6 +323,29 @@ def _sigterm_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _check_writable(profile: str) -> None:
+    """OSError when what the notebooks make could not be saved: better now than after hours of them."""
+    shut = doctor.shut_folders(profile)
+    if shut:
+        places = ", ".join(
+            f"{name}/ ({place} is {'not writable' if place.is_dir() else 'a file'})" for name, place in shut.items()
+        )
+        raise OSError(f"no notebook was run: nothing can be written to {places}")
+
+
+def _render(profile: str) -> None:
+    """The report, as far as there is something to render: what it lacks is named and is no reason to fail here."""
+    from fmms import report
+
+    faults = []
+    try:
+        print(f"report: {report.render(profile, faults)}", flush=True)
+    except NotebookError as error:
+        faults = [str(error)]
+    for fault in faults:
+        print(f"fmms: {fault}", file=sys.stderr)
 
 
 def _written(profile: str) -> dict[str, tuple[int, int]]:

@@ -110,6 +110,34 @@ def test_checkout_write_access_and_nbdime(root, monkeypatch, tmp_path):
     assert doctor.probe_writable("cpu").ok
 
 
+@pytest.mark.parametrize("name", ["data", "figures", "build"])
+def test_a_file_in_the_way_of_results_is_named_before_anything_runs(root, capsys, name):
+    pytest.importorskip("papermill")
+    (root / name).write_text("")
+    assert doctor.probe_writable("cpu").mend == f"mv {name} {name}.old"
+    assert cli.main(["run"]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("fmms: no notebook was run") and said.err.count("\n") == 1
+    assert f"{name}/ ({root / name} is a file)" in said.err
+    assert said.out == ""
+
+
+def test_a_shut_folder_is_named_before_anything_runs(root, monkeypatch, capsys):
+    pytest.importorskip("papermill")
+    (root / "figures").mkdir()
+    monkeypatch.setattr(doctor.os, "access", lambda folder, mode: folder.name != "figures")
+    assert cli.main(["run"]) == 1
+    said = capsys.readouterr()
+    assert f"figures/ ({root / 'figures'} is not writable)" in said.err
+    assert said.out == ""
+
+
+def test_an_unknown_profile_is_refused(root, capsys):
+    assert cli.main(["doctor", "--profile", "h20"]) == 2
+    assert "no profile is called 'h20'" in capsys.readouterr().err
+    assert cli.main(["doctor", "--profile", "../x"]) == 2
+
+
 def test_a_failing_probe_is_a_finding(root, monkeypatch):
     def broken(*arguments):
         raise RuntimeError("odd machine")

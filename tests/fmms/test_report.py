@@ -1,6 +1,7 @@
 """fmms.report: pages that need no network, show text and figures first, and an index that says how each run ended."""
 
 import html
+import json
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import nbformat
 import pytest
 from tiny_notebooks import add, project
 
-from fmms import cli, paths, plotting, report
+from fmms import cli, paths, plotting, report, run
 
 pytest.importorskip("nbconvert")
 
@@ -149,6 +150,71 @@ def test_copies_made_by_papermill_itself_are_rendered(tmp_path, monkeypatch):
     index = (root / report.render("cpu")).read_text()
     assert '<td class="passed">passed</td>' in index
     assert "2026-01-02 03:04:05" in index
+
+
+NOTES = ["[]", "null", '"x"', '{"status":"failed","error":"boom"}', '{"status":"passed","finished":null}', "[" * 99999]
+
+
+@pytest.fixture
+def done(tmp_path, monkeypatch):
+    """A project with two notebooks, both executed."""
+    root = project(tmp_path)
+    monkeypatch.setenv("FMMS_ROOT", str(root))
+    add(root, "10_a", "x = 1")
+    add(root, "11_b", "x = 1")
+    assert cli.main(["run"]) == 0
+    return root
+
+
+def test_an_unusable_note_is_none(done, capsys):
+    file = run.state_file("cpu", "10_a")
+    good = json.loads(file.read_text())
+    assert run.read_state("cpu", "10_a") == good
+    wrong = [
+        {"outputs": None},
+        {"machine": []},
+        {"error": "x"},
+        {"seconds": "1"},
+        {"status": "failed"},
+        {"outputs": [1]},
+    ]
+    for note in [*NOTES, *(json.dumps({**good, **one}) for one in wrong)]:
+        file.write_text(note)
+        assert run.read_state("cpu", "10_a") == {}
+        assert cli.main(["report"]) == 0
+    capsys.readouterr()
+    assert cli.main(["run"]) == 0
+    said = capsys.readouterr().out
+    assert "10_a  passed" in said and "11_b  up to date" in said
+
+
+def test_an_unreadable_copy_is_named_and_made_again(done, capsys):
+    copy = done / "build" / "cpu" / "10_a.ipynb"
+    copy.write_bytes(copy.read_bytes()[:200])
+    (done / "figures" / "cpu" / "11_b.html").unlink()
+    assert cli.main(["report"]) == 1
+    assert "build/cpu/10_a.ipynb cannot be read" in capsys.readouterr().err
+    assert (done / "figures" / "cpu" / "11_b.html").is_file()
+    assert cli.main(["run"]) == 0
+    said = capsys.readouterr().out
+    assert "10_a  passed" in said and "11_b  up to date" in said
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"cells":[{}]}'])
+def test_a_broken_notebook_is_a_failure_of_its_own(tmp_path, monkeypatch, capsys, content):
+    root = project(tmp_path)
+    monkeypatch.setenv("FMMS_ROOT", str(root))
+    add(root, "10_a").write_text(content)
+    assert cli.main(["run"]) == 1, "nothing else to run, nothing to render"
+    add(root, "11_b", "x = 1")
+    capsys.readouterr()
+    assert cli.main(["run"]) == 1
+    said = capsys.readouterr().out
+    assert "[1/2] 10_a  failed  notebooks/10_a.ipynb cannot be read" in said
+    assert "11_b  passed" in said and "1 of 2 notebooks are in order, 1 failed" in said
+    assert (root / "figures" / "cpu" / "11_b.html").is_file()
+    assert cli.main(["lint-notebooks", "--fix"]) == 1
+    assert "10_a.ipynb cannot be read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,22 @@ def test_wrong_parameters_are_refused(root, overrides, message):
         notebooks.job(path, "cpu", overrides)
 
 
+@pytest.mark.parametrize(("typed", "value"), [("", ""), ("null", "null"), ("[1", "[1"), ("2024-13-45", "2024-13-45")])
+def test_a_text_parameter_takes_what_was_typed(root, typed, value):
+    assert notebooks.job(add(root, "00_a", parameters=TYPED), "cpu", {"model": typed}).parameters["model"] == value
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"model: \xff", "00_a.yaml is not UTF-8"), (b"n: 1\nn: 2", "sets n more than once"), (b"n: [", "no valid YAML")],
+)
+def test_a_bad_parameter_file_is_named(root, content, message):
+    path = add(root, "00_a")
+    notebooks.parameter_file(path, "cpu").write_bytes(content)
+    with pytest.raises(NotebookError, match=message):
+        notebooks.job(path, "cpu")
+
+
 def test_unknown_parameters_are_refused_before_anything_runs(root, capsys):
     add(root, "00_a", "open('ran', 'w')")
     add(root, "01_b", typo=1)
@@ -133,8 +149,9 @@ def test_missing_profile_and_bad_calls_say_what_there_is(root, capsys):
     assert "(profiles: cpu)" in capsys.readouterr().err
     assert cli.main(["run", "-p", "n"]) == 2
     assert "expected NAME=VALUE" in capsys.readouterr().err
-    assert cli.main(["run", "--timeout", "0"]) == 2
-    assert "expected more than 0" in capsys.readouterr().err
+    for wrong in ("0", "-1", "nan", "inf"):
+        assert cli.main(["run", f"--timeout={wrong}"]) == 2
+        assert "expected more than 0" in capsys.readouterr().err
     assert cli.main(["run", "--profile", "../x"]) == 2
 
 
@@ -237,6 +254,12 @@ def test_timeouts_and_dead_kernels_are_failures_like_others(root, capsys):
     assert "cell 3 of 3: import os" in said
     assert "the kernel died" in said
     assert (root / "figures" / "cpu" / "index.html").is_file()
+
+
+def test_a_tiny_timeout_is_kept(root, capsys):
+    add(root, "00_quick", "x = 1")
+    assert cli.main(["run", "--timeout", "0.001"]) == 1
+    assert "longer than its 0.001 s" in capsys.readouterr().out
 
 
 SLOW = """import os, pathlib, time
