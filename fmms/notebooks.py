@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fmms import paths
 
-EXTRA = "running and rendering notebooks needs more packages: pip install 'fmms[notebooks]'"
+EXTRA = "running and rendering notebooks needs more packages: pip install -e '.[notebooks]'"
 PARAMETER_LINE = re.compile(r"[A-Za-z_]\w*: [\w\[\], ]+ = [^=]+  # [^=\s][^=]*")  # what papermill reads, and a meaning
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool, "list": list}
 

@@ -168,5 +168,5 @@ def _matplotlib():
         import matplotlib
         import matplotlib.figure
     except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'fmms[notebooks]'") from error
+        raise ImportError("figures need matplotlib: pip install -e '.[notebooks]'") from error
     return matplotlib

@@ -48,7 +48,7 @@ def sample(
     noise=None,
     impl: str = "auto",
 ) -> SampleOutput:
-    """Draws token ids from softmax(logits / temperature) without materialising the logits [H, V].
+    """Draws token ids from softmax(logits / temperature); the Triton kernels never store the logits [H, V].
 
     The logits are `hidden @ weight.T`, times `logit_scale`, then `softcap * tanh(x / softcap)`, then plus `bias`.
     A draw is a function of its row's logits, temperature, seed, position and sample index alone.

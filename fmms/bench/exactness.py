@@ -56,12 +56,15 @@ def _why(row) -> str:
 
 
 def table(checks, *experiments):
-    """The checks of these experiments as a pandas DataFrame to look at, without the columns that none of them fills."""
+    """The checks of these experiments as a table to look at in a notebook, without the columns that none of them
+    fills."""
     import pandas as pd
+    from IPython.display import HTML
 
     frame = pd.DataFrame([row for row in checks if row["experiment"] in experiments])
     hidden = ["false_alarm_rate"] + (["experiment"] if len(experiments) == 1 else [])
-    return frame.drop(columns=hidden).dropna(axis="columns", how="all").fillna("").reset_index(drop=True)
+    frame = frame.drop(columns=hidden).dropna(axis="columns", how="all").rename(columns=lambda c: c.replace("_", " "))
+    return HTML(frame.to_html(index=False, border=0, na_rep="", float_format="{:.3g}".format))
 
 
 def summary(checks) -> str:

@@ -63,7 +63,7 @@ def _read(name: str):
     try:
         import pandas
     except ImportError as error:
-        raise ImportError("published numbers are read with pandas: pip install 'fmms[notebooks]'") from error
+        raise ImportError("published numbers are read with pandas: pip install -e '.[notebooks]'") from error
     path = paths.reference_dir() / name
     if not path.is_file():
         raise FileNotFoundError(f"data/reference/{name} is missing; it is part of the project's repository")

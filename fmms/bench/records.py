@@ -68,7 +68,7 @@ def load(name: str, profile: str):
     try:
         import pandas
     except ImportError as error:
-        raise ImportError("reading results needs pandas: pip install 'fmms[notebooks]'") from error
+        raise ImportError("reading results needs pandas: pip install -e '.[notebooks]'") from error
     path = paths.data_dir(profile) / f"{name}.csv"
     if not path.is_file():
         raise FileNotFoundError(

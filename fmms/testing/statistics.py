@@ -1,6 +1,6 @@
 """Is a histogram of draws the distribution it should be? p-values, intervals and bands; the caller states the rate.
 
-SciPy does the statistics (`pip install 'fmms[notebooks]'`).
+SciPy does the statistics (`pip install -e '.[notebooks]'`).
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ def _stats():
     try:
         from scipy import stats
     except ImportError as error:
-        raise ImportError("the statistical checks need scipy: pip install 'fmms[notebooks]'") from error
+        raise ImportError("the statistical checks need scipy: pip install -e '.[notebooks]'") from error
     return stats
 
 

@@ -108,7 +108,7 @@ def coarse_noise(monkeypatch, bits):
     """Gumbels from uniforms of so few bits, as capped noise has them."""
 
     def make_noise(scheme, seeds, positions, samples, vocab_size):
-        w = noise.words(seeds, positions, torch.arange(vocab_size), torch.arange(samples), noise.PURPOSE_TOKEN)
+        w = noise.words(seeds, positions, torch.arange(vocab_size), torch.tensor(samples), noise.PURPOSE_TOKEN)
         uniform = ((w[1] >> (32 - bits)) + 0.5) / 2**bits
         return -torch.log(-torch.log1p(-uniform)), None
 

@@ -103,5 +103,5 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install 'fmms\[notebooks\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[notebooks\]'"):
         plotting.figure()

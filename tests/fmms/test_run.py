@@ -159,7 +159,7 @@ def test_a_missing_papermill_says_what_to_install(root, monkeypatch, capsys):
     add(root, "00_a")
     monkeypatch.setitem(sys.modules, "papermill", None)
     assert cli.main(["run"]) == 2
-    assert "pip install 'fmms[notebooks]'" in capsys.readouterr().err
+    assert "pip install -e '.[notebooks]'" in capsys.readouterr().err
 
 
 # running -------------------------------------------------------------------------------------------------------------
