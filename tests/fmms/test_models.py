@@ -40,7 +40,7 @@ def test_says_how_to_install_it(monkeypatch):
 def test_says_how_to_install_transformers(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
-    with pytest.raises(ImportError, match=r"needs transformers; install it with: pip install 'fmms\[models\]'"):
+    with pytest.raises(ImportError, match=r"needs transformers; install it with: pip install -e '\.\[models\]'"):
         models.load_smollm2()
 
 
