@@ -179,12 +179,8 @@ def test_strided_rows_and_misaligned_pointers(device):
         (20, 5, 1, torch.float32),
     ]:
         hidden, weight = testing.integer_problem(6, 257, width, dtype, device)
-        poison = torch.full(((257 + 6) * (width + pad) + offset,), float("nan"), dtype=dtype, device=device)
-        strided_weight = poison[offset : offset + 257 * (width + pad)].view(257, width + pad)[:, :width]
-        strided_weight.copy_(weight)
-        other = torch.full((6, width + pad), float("nan"), dtype=dtype, device=device)
-        strided_hidden = other[:, :width]
-        strided_hidden.copy_(hidden)
+        strided_weight = testing.strided_copy(weight, pad, offset)
+        strided_hidden = testing.strided_copy(hidden, pad, 0)
         with testing.poisoned_memory():
             got = fmms.sample(strided_hidden, strided_weight, seed=4, impl="triton", return_logits=True)
         want = fmms.sample(hidden, weight, seed=4, impl="torch", return_logits=True)
