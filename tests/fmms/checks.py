@@ -12,12 +12,11 @@ ROUNDING_NATS = 2e-5
 """Stated bound on what fp32 transcendentals add to a decision, for exact logits of size up to about 30."""
 
 
-def run_tiles(hidden, weight, temperature, seeds, positions, tiles=None, samples=1, scheme="group", noise_parts=None):
+def run_tiles(hidden, weight, temperature, seeds, positions, tiles=None, samples=1, scheme="group"):
     """Portable kernel with tile sizes of the caller's choice; returns ids [H, S]."""
-    gumbels, uniforms = noise_parts if noise_parts else (None, None)
     launch = kernels.launch_module(hidden.device)
     return launch.sample(
-        hidden, weight, temperature, 0.0, seeds, 0, positions, 0, samples, scheme, gumbels, uniforms,
+        hidden, weight, temperature, 0.0, seeds, 0, positions, 0, samples, scheme, None, None,
         1.0, 0.0, None, False, False, tiles,
     )[0]  # fmt: skip
 
