@@ -91,7 +91,8 @@ def beside_published(results, profile: str):
         _ratio_axis(ax, theirs["relative"])
         ax.set_xlabel("rows H")
     axes[0, 0].set_ylabel("time / matmul alone")
-    title = "Where does fmms stand beside published measurements?" if measured else _ONLY_PUBLISHED
+    title = "How much longer than the matmul alone do published samplers take?"
+    title = "Where does fmms stand beside published samplers?" if measured else f"{title}\n{_ONLY_PUBLISHED}"
     _finish(fig, title, legend.values(), 3, list(legend))
     caption = f"Published (hollow): {published.BASELINES}, each over the matmul of its own run."
     if measured:
@@ -125,7 +126,8 @@ def beside_paper(results, profile: str):
         _rows_axis(ax, theirs["H"])
         ax.set_xlabel("rows H")
     axes[0, 0].set_ylabel("speedup over\nmultinomial sampling")
-    title = "How much faster than multinomial sampling?" if measured else _ONLY_PUBLISHED
+    title = "How much faster than multinomial sampling?"
+    title = title if measured else f"{title}\n{_ONLY_PUBLISHED}"
     _finish(fig, title, legend.values(), 3, list(legend))
     caption = f"Published (hollow): {published.PAPER}, tables 4 and 5, over the paper's own multinomial baseline."
     if measured:

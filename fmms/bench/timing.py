@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fmms.bench import device as device_facts
+from fmms import device as device_facts
 
 METHODS = {
     "cuda": "CUDA events around each call, one synchronisation after the last",

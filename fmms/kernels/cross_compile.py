@@ -81,9 +81,8 @@ def variants():
         types = {"hidden": f"*{dtype}", "weight": f"*{dtype}", "bias": f"*{dtype}"}
         name = f"fused_head[H={rows}, {dtype}, {'group' if grouped else 'token'}{', all arguments' if full else ''}]"
         divisible = () if full else ("D", "stride_h", "stride_w")
-        options = {"divisible": divisible, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        yield stage1.fused_head, name, constants, types, options
-    yield stage2.reduce_tiles, "reduce_tiles", {"BLOCK_DRAWS": 1, "BLOCK_TILES": 1024}, {}, {"num_warps": 4}
+        yield stage1.fused_head, name, constants, types, {"divisible": divisible, **launch.stage1_options(tiles)}
+    yield stage2.reduce_tiles, "reduce_tiles", {"BLOCK_DRAWS": 1, "BLOCK_TILES": 1024}, {}, launch.STAGE2_OPTIONS
 
 
 def main(targets: list[str]) -> int:

@@ -14,6 +14,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fmms import device as device_facts
 from fmms.kernels import stage1, stage2
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -41,7 +42,7 @@ class Tiles:
 def tma_allowed(*operands: torch.Tensor) -> bool:
     """Whether Hopper's tensor copy engine can load these matrices: base address and row stride in whole 16 bytes."""
     device = operands[0].device
-    if INTERPRETED or device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
+    if INTERPRETED or device.type != "cuda" or torch.version.hip or device_facts.facts(device).capability < (9, 0):
         return False
     return all(
         x.data_ptr() % 16 == 0
@@ -70,12 +71,28 @@ def choose_tiles(rows: int, vocab: int, width: int, itemsize: int, tma: bool = F
     return Tiles(max(64, block_h), 128, 64, False, tma, num_warps=8, num_stages=5, programs_per_sm=1)
 
 
+STAGE2_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def stage1_options(tiles: Tiles) -> dict:
+    """Compiler options of stage 1. No fused multiply-adds: several threads hold copies of one row's sum, each adding
+    its own product last, and fused ones round differently from copy to copy, so which was stored would be chance."""
+    return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": False}
+
+
+_thread = threading.local()
+
+
 @contextlib.contextmanager
 def _launch_context(device: torch.device):
     """Triton launches on the current device, which need not be the tensors'. The interpreter is NumPy, which warns of
     the log of an empty group's sum and of NaN inputs; both are handled in the kernels."""
     if device.type == "cuda":
         with torch.cuda.device(device):
+            if not getattr(_thread, "has_context", False):
+                # a new thread has no CUDA context until some work gives it one, and tensor descriptors need it
+                torch.zeros(1, device=device)
+                _thread.has_context = True
             yield
     else:
         ignored = warnings.catch_warnings(action="ignore", category=RuntimeWarning)
@@ -145,9 +162,9 @@ def _both_stages(
     hidden_tiles = triton.cdiv(rows, tiles.block_h)
     programs = n_tiles
     if device.type == "cuda":
-        sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+        sm_count = device_facts.facts(device).sm_count
         programs = min(n_tiles, max(1, sm_count * tiles.programs_per_sm // hidden_tiles))
-    options = {} if INTERPRETED else {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    options = {} if INTERPRETED else stage1_options(tiles)
     with _launch_context(device):
         # one dimension: the others end at 65,535, which 2 million rows exceed
         stage1.fused_head[(programs * hidden_tiles,)](
@@ -166,5 +183,6 @@ def _both_stages(
             key, token, logit, tile_max, tile_sum, temperature, temperature_value,
             ids, logprobs, lse, max_logit, valid, rows, samples, n_tiles,
             BLOCK_DRAWS=draws, BLOCK_TILES=min(1024, max(16, triton.next_power_of_2(n_tiles))),
+            **({} if INTERPRETED else STAGE2_OPTIONS),
         )  # fmt: skip
     return ids, logprobs, lse, max_logit, valid, logits

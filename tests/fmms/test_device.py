@@ -1,4 +1,4 @@
-"""fmms.bench.device: facts belong to the device asked about."""
+"""fmms.device: facts belong to the device asked about."""
 
 import threading
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fmms.bench import device
+from fmms import device
 
 FAKES = [
     SimpleNamespace(

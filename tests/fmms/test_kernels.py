@@ -163,6 +163,19 @@ def test_interpreted_kernels_run_from_several_threads(device):
     assert all(torch.equal(call.result().ids, want) for call in calls)
 
 
+def test_repeated_calls_are_equal_bit_for_bit(device):
+    """Several threads hold one row's sums; whichever stores them, the value must be the same."""
+    torch.manual_seed(0)
+    rows = 130 if device.type == "cuda" else 3
+    hidden, weight = torch.randn(rows, 64, device=device), torch.randn(700, 64, device=device)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    first = fmms.sample(hidden, weight, 0.7, seed=1, return_logprobs=True, impl="triton")
+    for _ in range(20 if device.type == "cuda" else 1):
+        again = fmms.sample(hidden, weight, 0.7, seed=1, return_logprobs=True, impl="triton")
+        for name in ("ids", "logprobs", "lse", "max_logit"):
+            assert torch.equal(getattr(again, name), getattr(first, name)), name
+
+
 def test_vocab_size_hides_padded_rows(device):
     hidden = torch.ones(8, 16, device=device)
     weight = torch.ones(256, 16, device=device)
