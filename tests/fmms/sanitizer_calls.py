@@ -1,6 +1,6 @@
 """Small calls through every path of the compiled kernels, for compute-sanitizer: `test_sanitizer.py` runs this file.
 
-    compute-sanitizer --tool racecheck python tests/fmms/sanitizer_calls.py bfloat16 group
+compute-sanitizer --tool racecheck python tests/fmms/sanitizer_calls.py bfloat16 group
 """
 
 import sys
