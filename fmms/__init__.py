@@ -9,6 +9,7 @@ from importlib.util import find_spec as _find_spec
 from fmms._version import __version__
 
 if _find_spec("torch") is not None:
+    from fmms.controls import history_edits, pack_mask
     from fmms.generation import GenerateOutput, GenerateStep, generate
     from fmms.noise import NOISE_VERSION
     from fmms.sampling import SampleOutput, sample
@@ -18,4 +19,14 @@ else:  # so that `fmms doctor` can say it
         raise AttributeError(f"fmms.{name} needs PyTorch, which is not installed: pip install 'torch>=2.11'")
 
 
-__all__ = ["NOISE_VERSION", "GenerateOutput", "GenerateStep", "SampleOutput", "__version__", "generate", "sample"]
+__all__ = [
+    "NOISE_VERSION",
+    "GenerateOutput",
+    "GenerateStep",
+    "SampleOutput",
+    "__version__",
+    "generate",
+    "history_edits",
+    "pack_mask",
+    "sample",
+]

@@ -58,6 +58,71 @@ def check_row_tensor(name: str, value, rows: int, device, dtypes: tuple, scalar_
     return value.expand(rows).contiguous()
 
 
+def check_top_k(value, rows: int, device) -> tuple[torch.Tensor | None, int]:
+    """(int32 [H] or None, scalar), 0 = off."""
+    if value is None:
+        return None, 0
+    if isinstance(value, torch.Tensor):
+        tensor = check_row_tensor("top_k", value, rows, device, (torch.int32, torch.int64))
+        return tensor.clamp(-2, 2**31 - 1).to(torch.int32), 0
+    expected = "None, an int >= 1 (0 or -1: off), or an integer tensor [H]"
+    return None, min(check_integer("top_k", value, -1, 2**63, expected), 2**31 - 1)
+
+
+def check_share(name: str, value, rows: int, device, off: float) -> tuple[torch.Tensor | None, float]:
+    """(fp32 [H] or None, scalar) of `top_p` or `min_p`, a number in [0, 1]."""
+    if value is None:
+        return None, off
+    if isinstance(value, torch.Tensor):
+        dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        return check_row_tensor(name, value, rows, device, dtypes).to(torch.float32), off
+    value = check_number(name, value, "None, a number from 0 to 1, or a float tensor [H]")
+    if not 0 <= value <= 1:
+        fail(name, f"a number from 0 to 1 ({off:g} = off)", value)
+    return None, value
+
+
+def check_triple(name: str, value, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rows int64, tokens int64, values fp32), [N] each."""
+    expected = "a triple (rows, tokens, values) of tensors [N]"
+    if not isinstance(value, (tuple, list)) or len(value) != 3 or not all(isinstance(v, torch.Tensor) for v in value):
+        fail(name, expected, value)
+    for part, what in zip(value, ("rows", "tokens", "values"), strict=True):
+        if part.dim() != 1 or part.shape != value[0].shape:
+            fail(f"{name} ({what})", f"{expected}, of equal length", part)
+        dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        dtypes = dtypes if what == "values" else (torch.int64, torch.int32)
+        if part.dtype not in dtypes:
+            fail(f"{name} ({what})", " or ".join(str(d).removeprefix("torch.") for d in dtypes), part)
+        if part.device != device:
+            fail(f"{name} ({what})", f"a tensor on the device of hidden, {device}", part)
+    rows, tokens, values = value
+    return rows.to(torch.int64), tokens.to(torch.int64), values.to(torch.float32)
+
+
+def check_allowed_mask(value, rows: int, vocab: int, device) -> torch.Tensor:
+    """int32 [H, at least ceil(V / 32)], contiguous along the words."""
+    words = -(-vocab // 32)
+    expected = (
+        f"an int32 tensor [{rows}, {words}], one bit per token (fmms.pack_mask makes it of a bool [H, V]), or None"
+    )
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.int32 or value.dim() != 2:
+        fail("allowed_mask", expected, value)
+    if value.shape[0] != rows or value.shape[1] < words:
+        fail("allowed_mask", expected, value)
+    if value.device != device:
+        fail("allowed_mask", f"a tensor on the device of hidden, {device}", value)
+    return value if value.stride(1) == 1 else value.contiguous()
+
+
+def check_banned_ids(value, rows: int, device) -> torch.Tensor:
+    """int64 [H]."""
+    if not isinstance(value, torch.Tensor):
+        fail("banned_ids", f"an integer tensor [{rows}], a token per row or -1, or None", value)
+    tensor = check_row_tensor("banned_ids", value, rows, device, (torch.int64, torch.int32), scalar_ok=False)
+    return tensor.to(torch.int64)
+
+
 def check_temperature(value, rows: int, device) -> tuple[torch.Tensor | None, float]:
     """(fp32 [H] or None, scalar): a tensor control, or a Python number that holds for every row."""
     if isinstance(value, torch.Tensor):

@@ -1,26 +1,30 @@
 """`torch.ops.fmms.sample`: the call as PyTorch's compiler sees it, one opaque operator with a fake.
 
+Its arguments are the fields of `fmms.request.Request` and the implementation, its results those of `Results`.
 Registered with the low-level library interface: the operator has no autograd formula, and the convenience wrapper
 would cost more host time per call than the launch itself. What was not asked for comes back empty, because an operator
 returns tensors only.
 """
 
 import importlib.util
+from dataclasses import fields
 from functools import cache
 
 import torch
 
-from fmms import noise, reference
+from fmms import reference
 from fmms.kernels import launch_module
+from fmms.request import Request, Results
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 
+_TYPES = {
+    torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", float: "float", int: "int", str: "str", bool: "bool",
+}  # fmt: skip
 _library = torch.library.Library("fmms", "FRAGMENT")
 _library.define(
-    "sample(Tensor hidden, Tensor weight, Tensor? temperature, float temperature_value, Tensor? seeds, int seed_value,"
-    " Tensor? positions, int position_value, int samples, str scheme, Tensor? gumbels, Tensor? uniforms,"
-    " float logit_scale, float softcap, Tensor? bias, bool want_logprobs, bool want_logits, str impl)"
-    " -> (Tensor ids, Tensor logprobs, Tensor lse, Tensor max_logit, Tensor valid, Tensor logits)",
+    f"sample({', '.join(f'{_TYPES[field.type]} {field.name}' for field in fields(Request))}, str impl)"
+    f" -> ({', '.join(f'Tensor {name}' for name in Results._fields)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -38,60 +42,47 @@ def resolve(impl: str, device: torch.device) -> str:
 
 
 @torch.library.impl(_library, "sample", "CompositeExplicitAutograd")
-def _sample(
-    hidden, weight, temperature, temperature_value, seeds, seed_value, positions, position_value, samples, scheme,
-    gumbels, uniforms, logit_scale, softcap, bias, want_logprobs, want_logits, impl,
-):  # fmt: skip
-    rows, vocab, device = hidden.shape[0], weight.shape[0], hidden.device
-    if rows == 0:
-        return _empty_results(hidden, vocab, samples, want_logprobs, want_logits)
-    if hidden.stride(1) != 1:
-        hidden = hidden.contiguous()
-    if resolve(impl, device) == "triton":
-        ids, logprobs, lse, max_logit, valid, logits = launch_module(device).sample(
-            hidden, weight, temperature, temperature_value, seeds, seed_value, positions, position_value,
-            samples, scheme, gumbels, uniforms, logit_scale, softcap, bias, want_logprobs, want_logits,
-        )  # fmt: skip
+def _sample(*arguments):
+    request, impl = Request(*arguments[:-1]), arguments[-1]
+    if request.rows == 0:
+        return _results(request, None)
+    if request.hidden.stride(1) != 1:
+        request = Request(request.hidden.contiguous(), *arguments[1:-1])
+    if resolve(impl, request.device) == "triton":
+        found = launch_module(request.device).sample(request)
     else:
-        if temperature is None:
-            temperature = torch.full((rows,), temperature_value, dtype=torch.float32, device=device)
-        if seeds is None:
-            seeds = noise.row_seeds(seed_value, rows, device)
-        if positions is None:
-            positions = torch.full((rows,), position_value, dtype=torch.int64, device=device)
-        injected = None if gumbels is None else (gumbels, uniforms)
         # a caller's autocast would turn the fp32 products into bf16 ones
-        with torch.autocast(device.type, enabled=False):
-            ids, logprobs, lse, max_logit, valid, logits = reference.sample(
-                hidden, weight, temperature, seeds, positions, samples, scheme, injected, logit_scale, softcap, bias
-            )
-    if not want_logprobs:
-        logprobs = hidden.new_empty((rows, 0), dtype=torch.float32)
-    if not want_logits:
-        logits = hidden.new_empty((rows, 0), dtype=torch.float32)
-    return ids, logprobs, lse, max_logit, valid, logits
+        with torch.autocast(request.device.type, enabled=False):
+            found = reference.sample(request)
+    return _results(request, found)
 
 
 @torch.library.register_fake("fmms::sample", lib=_library)
-def _sample_fake(
-    hidden, weight, temperature, temperature_value, seeds, seed_value, positions, position_value, samples, scheme,
-    gumbels, uniforms, logit_scale, softcap, bias, want_logprobs, want_logits, impl,
-):  # fmt: skip
-    return _empty_results(hidden, weight.shape[0], samples, want_logprobs, want_logits)
+def _sample_fake(*arguments):
+    return _results(Request(*arguments[:-1]), None)
 
 
-def _empty_results(hidden, vocab: int, samples: int, want_logprobs: bool, want_logits: bool):
-    """Uninitialised results in the shapes and dtypes of the operator."""
-    rows = hidden.shape[0]
-
-    def empty(*shape, dtype=torch.float32):
-        return hidden.new_empty(shape, dtype=dtype)
-
-    return (
-        empty(rows, samples, dtype=torch.int64),
-        empty(rows, samples if want_logprobs else 0),
-        empty(rows),
-        empty(rows),
-        empty(rows, dtype=torch.bool),
-        empty(rows, vocab if want_logits else 0),
-    )
+def _results(request: Request, found: Results | None) -> tuple[torch.Tensor, ...]:
+    """What was found; empty tensors for what was not asked for, uninitialised ones where nothing was found."""
+    rows, vocab = request.rows, request.vocab
+    shapes = {
+        "ids": (True, request.samples, torch.int64),
+        "logprobs": (request.want_logprobs, request.samples, torch.float32),
+        "raw_logprobs": (request.want_raw_logprobs, request.samples, torch.float32),
+        "final_logprobs": (request.want_final_logprobs, request.samples, torch.float32),
+        "lse": (True, None, torch.float32),
+        "max_logit": (True, None, torch.float32),
+        "valid": (True, None, torch.bool),
+        "entropy": (request.want_entropy, None, torch.float32),
+        "top_ids": (request.top_logprobs > 0, request.top_logprobs, torch.int64),
+        "top_logprobs": (request.top_logprobs > 0, request.top_logprobs, torch.float32),
+        "logits": (request.want_logits, vocab, torch.float32),
+    }
+    given = []
+    for name, (wanted, columns, dtype) in shapes.items():
+        if wanted and found is not None:
+            given.append(getattr(found, name))
+        else:
+            shape = (rows,) if columns is None else (rows, columns)
+            given.append(request.hidden.new_empty(shape if wanted else (0,), dtype=dtype))
+    return tuple(given)

@@ -5,6 +5,7 @@ import torch
 import fmms
 from fmms import noise, testing
 from fmms.bench.exactness import check_row, exact_row, experiment_seed
+from fmms.request import Request
 
 
 def tile_shapes() -> list:
@@ -46,11 +47,11 @@ def changed_ids(
         from fmms import kernels
 
         launch = kernels.launch_module(torch.device(device))
+        request = Request(
+            hidden, weight, temperature=temperature, seeds=seeds, positions=positions, samples=samples, scheme=scheme
+        )
         for tiles in tile_shapes():
-            ids = launch.sample(
-                hidden, weight, temperature, 0.0, seeds, 0, positions, 0, samples, scheme, None, None, 1.0, 0.0, None,
-                False, False, tiles,
-            )[0]  # fmt: skip
+            ids = launch.sample(request, tiles).ids
             across = "V x H" if tiles.vocab_on_m else "H x V"
             compared[f"tiles {tiles.block_h} x {tiles.block_v} x {tiles.block_d}, {across}"] = (ids, whole)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).to(device)

@@ -4,7 +4,6 @@ Proves that the kernels compile for a target and shows what they take (registers
 run. Prints one JSON object per kernel, target and variant; exit status 1 if one failed. TRITON_INTERPRET must be unset.
 """
 
-import itertools
 import json
 import re
 import subprocess
@@ -16,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fmms.kernels import launch, stage1, stage2
+from fmms.kernels import edits, launch, select, stage1, stage2, stored
 
 TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -27,11 +26,17 @@ TARGETS = {
 }
 
 _TYPES = {
-    "temperature": "*fp32", "seeds": "*i64", "positions": "*i64", "gumbels": "*fp32", "uniforms": "*fp64",
-    "logits": "*fp32", "out_key": "*fp64", "out_id": "*i32", "out_logit": "*fp32", "out_max": "*fp32",
-    "out_sum": "*fp32", "in_key": "*fp64", "in_id": "*i32", "in_logit": "*fp32", "in_max": "*fp32", "in_sum": "*fp32",
-    "ids": "*i64", "logprobs": "*fp32", "lse": "*fp32", "max_logit": "*fp32", "valid": "*i1",
-    "temperature_value": "fp32", "logit_scale": "fp32", "softcap": "fp32", "seed_value": "i64", "position_value": "i64",
+    "allowed": "*i32", "banned": "*i64", "temperature": "*fp32", "seeds": "*i64", "positions": "*i64",
+    "gumbels": "*fp32", "uniforms": "*fp64", "top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32",
+    "logits": "*fp32", "raw": "*fp32", "group_max": "*fp32", "group_sum": "*fp32", "threshold": "*fp32",
+    "last_tie": "*i32", "units": "*i32", "keys": "*i64", "values": "*fp32",
+    "out_key": "*fp64", "out_id": "*i32", "out_logit": "*fp32", "out_raw": "*fp32", "out_max": "*fp32",
+    "out_sum": "*fp32", "out_dot": "*fp32", "raw_max": "*fp32", "raw_sum": "*fp32", "row_max": "*fp32",
+    "row_sum": "*fp32", "row_dot": "*fp32", "in_key": "*fp64", "in_id": "*i32", "in_logit": "*fp32", "in_raw": "*fp32",
+    "in_max": "*fp32", "in_sum": "*fp32", "bad": "*i1", "ids": "*i64", "logprobs": "*fp32", "raw_logprobs": "*fp32",
+    "final_logprobs": "*fp32", "lse": "*fp32", "max_logit": "*fp32", "log_total": "*fp32", "entropy": "*fp32",
+    "valid": "*i1", "temperature_value": "fp32", "logit_scale": "fp32", "softcap": "fp32", "top_p_value": "fp32",
+    "min_p_value": "fp32", "seed_value": "i64", "position_value": "i64",
 }  # fmt: skip
 
 
@@ -68,21 +73,42 @@ def resources(compiled, target: str) -> dict:
 
 def variants():
     """(kernel, name, constants, types, options) of everything that ships, at the tile sizes that a GPU gets."""
-    for rows, dtype, grouped, full in itertools.product((1, 64, 128), ("bf16", "fp32"), (True, False), (False, True)):
-        if (dtype == "fp32" or full) and rows != 64:
-            continue
+    heads = [(rows, "bf16", grouped, "draw") for rows in (1, 64, 128) for grouped in (True, False)]
+    heads += [(64, "fp32", grouped, "draw") for grouped in (True, False)]
+    heads += [(64, "bf16", grouped, "draw, all arguments") for grouped in (True, False)]
+    heads += [(rows, "bf16", True, "store") for rows in (1, 128)]
+    for rows, dtype, grouped, way in heads:
         tiles = launch.choose_tiles(rows, 151936, 4096, 4 if dtype == "fp32" else 2)
-        # `full`: every optional argument there, D not a multiple of the tile
-        absent = {} if full else {"bias": None, "gumbels": None, "uniforms": None, "logits": None}
-        constants = absent | {
+        full, store = "all" in way, way == "store"
+        absent = ["raw", "raw_max", "raw_sum", "out_dot", "out_raw", "allowed", "banned", "bias", "gumbels", "uniforms"]
+        absent = ["raw"] if full else absent
+        absent = [*absent, "out_key", "out_id", "out_logit"] if store else [*absent, "group_max", "group_sum"]
+        if not store and not full:
+            absent.append("logits")
+        constants = dict.fromkeys(absent) | {
             "BLOCK_H": tiles.block_h, "BLOCK_V": tiles.block_v, "BLOCK_D": tiles.block_d, "EVEN_D": not full,
             "TMA": False, "VOCAB_ON_M": tiles.vocab_on_m, "GROUPED": grouped, "UPCAST": False, "SOFTCAP": full,
+            "DRAW": not store,
         }  # fmt: skip
         types = {"hidden": f"*{dtype}", "weight": f"*{dtype}", "bias": f"*{dtype}"}
-        name = f"fused_head[H={rows}, {dtype}, {'group' if grouped else 'token'}{', all arguments' if full else ''}]"
+        name = f"fused_head[H={rows}, {dtype}, {'group' if grouped else 'token'}, {way}]"
         divisible = () if full else ("D", "stride_h", "stride_w")
         yield stage1.fused_head, name, constants, types, {"divisible": divisible, **launch.stage1_options(tiles)}
-    yield stage2.reduce_tiles, "reduce_tiles", {"BLOCK_DRAWS": 1, "BLOCK_TILES": 1024}, {}, launch.STAGE2_OPTIONS
+    blocks = {"BLOCK_H": 1, "BLOCK_V": 1024}
+    for grouped in (True, False):
+        name = f"draw[{'group' if grouped else 'token'}]"
+        absent = dict.fromkeys(["gumbels", "uniforms"])
+        yield stored.draw, name, absent | blocks | {"GROUPED": grouped}, {}, launch.OPTIONS
+    yield stored.summarise, "summarise", blocks, {}, launch.OPTIONS
+    yield edits.apply_edits, "apply_edits", {"BLOCK": 128}, {}, launch.OPTIONS
+    for order in ("top_k_first", "joint", "min_p_first"):
+        constants = {"MIN_P_FIRST": order == "min_p_first", "JOINT": order == "joint", "BLOCK_G": 8192, "BLOCK_U": 128}
+        yield select.cut_rows, f"cut_rows[{order}]", constants, {}, launch.SELECT_OPTIONS
+    plain = ["in_raw", "row_max", "row_sum", "row_dot", "raw_max", "raw_sum", "raw", "bad", "banned", "raw_logprobs"]
+    plain += ["final_logprobs", "log_total", "entropy"]
+    reduction = {"BLOCK_DRAWS": 1, "BLOCK_TILES": 1024}
+    yield stage2.reduce_tiles, "reduce_tiles", dict.fromkeys(plain) | reduction, {}, launch.OPTIONS
+    yield stage2.reduce_tiles, "reduce_tiles[all arguments]", {"in_raw": None} | reduction, {}, launch.OPTIONS
 
 
 def main(targets: list[str]) -> int:

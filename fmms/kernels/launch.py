@@ -1,7 +1,8 @@
-"""Launches the portable kernel: tile sizes, grids, the buffer between the stages.
+"""Launches the portable kernels: which ones a request needs, tile sizes, grids, the buffers between them.
 
-Arguments arrive checked (`fmms/arguments.py`); nothing here synchronises with the host or allocates in a way that a
-CUDA graph cannot capture.
+Two ways. Without truncation and sparse edits the fused kernel draws, and the logits are never stored. With them it
+stores the logits, and kernels over stored logits edit, truncate and draw. Nothing here synchronises with the host or
+allocates in a way that a CUDA graph cannot capture.
 """
 
 import contextlib
@@ -15,7 +16,9 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fmms import device as device_facts
-from fmms.kernels import stage1, stage2
+from fmms import reference
+from fmms.kernels import edits, select, stage1, stage2, stored
+from fmms.request import Request, Results
 
 INTERPRETED = triton.knobs.runtime.interpret
 _interpreter_lock = threading.Lock()
@@ -23,6 +26,9 @@ _interpreter_lock = threading.Lock()
 
 TILE_RESULTS = 1 << 24
 """Most tile results (tiles x draws x rows, 16 bytes each) that are kept between the stages."""
+
+CANDIDATE_GROUPS = 1 << 20 if INTERPRETED else 128
+"""Groups of 32 tokens that truncation keeps in registers; more candidates than these are read again in each step."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,8 @@ def choose_tiles(rows: int, vocab: int, width: int, itemsize: int, tma: bool = F
     return Tiles(max(64, block_h), 128, 64, False, tma, num_warps=8, num_stages=5, programs_per_sm=1)
 
 
-STAGE2_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+SELECT_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 def stage1_options(tiles: Tiles) -> dict:
@@ -100,89 +107,243 @@ def _launch_context(device: torch.device):
             yield
 
 
-def sample(
-    hidden, weight, temperature, temperature_value, seeds, seed_value, positions, position_value, samples, scheme,
-    gumbels, uniforms, logit_scale, softcap, bias, want_logprobs, want_logits, tiles=None,
-):  # fmt: skip
-    """Runs both stages on the tensors' device.
-
-    Per-row controls are tensors, or None and then the `_value` scalar holds for every row. `tiles` overrides the
-    choice of tile sizes. Draws beyond TILE_RESULTS take further passes over the weight.
-
-    Returns:
-        ids int64 [H, S], logprobs fp32 [H, S] (or None), lse fp32 [H], max_logit fp32 [H], valid bool [H], logits
-        fp32 [H, V] (or None).
-    """
-    rows, width = hidden.shape
-    vocab = weight.shape[0]
-    tiles = tiles or choose_tiles(rows, vocab, width, hidden.element_size(), tma_allowed(hidden, weight))
-    at_once = max(1, TILE_RESULTS // (triton.cdiv(vocab, tiles.block_v) * rows))
-    results = []
-    for first in range(0, samples, at_once):
-        count = min(at_once, samples - first)
-        injected = (None if n is None else n[:, first : first + count].contiguous() for n in (gumbels, uniforms))
-        one_pass = _both_stages(
-            hidden, weight, temperature, temperature_value, seeds, seed_value, positions, position_value, first, count,
-            scheme, *injected, logit_scale, softcap, bias, want_logprobs, want_logits and first == 0, tiles,
-        )  # fmt: skip
-        results.append(one_pass)
-    if len(results) == 1:
-        return results[0]
-    ids = torch.cat([r[0] for r in results], 1)
-    logprobs = torch.cat([r[1] for r in results], 1) if want_logprobs else None
-    return ids, logprobs, *results[0][2:]
+def sample(request: Request, tiles: Tiles | None = None) -> Results:
+    """Serves a request on its tensors' device. `tiles` overrides the choice of tile sizes of the matmul. Draws beyond
+    TILE_RESULTS tile results take further passes: over the weight, or over the stored logits."""
+    hidden, weight = request.hidden, request.weight
+    tma = tma_allowed(hidden, weight)
+    tiles = tiles or choose_tiles(request.rows, request.vocab, hidden.shape[1], hidden.element_size(), tma)
+    with _launch_context(request.device):
+        return _Launch(request, tiles).run()
 
 
-def _both_stages(
-    hidden, weight, temperature, temperature_value, seeds, seed_value, positions, position_value, first_sample,
-    samples, scheme, gumbels, uniforms, logit_scale, softcap, bias, want_logprobs, want_logits, tiles,
-):  # fmt: skip
-    """One pass over the weight: `sample` for the draws from `first_sample` on."""
-    rows, width = hidden.shape
-    vocab = weight.shape[0]
-    n_tiles = triton.cdiv(vocab, tiles.block_v)
-    device = hidden.device
+def top_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids int64 [H, count] and logits fp32 of the largest logits fp32 [H, V], the lowest id first on a tie."""
+    bits = torch.where(logits == 0, 0.0, logits).view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    lowest_first = 0xFFFFFFFF - torch.arange(logits.shape[1], device=logits.device)
+    ids = 0xFFFFFFFF - (((order << 32) | lowest_first).topk(count, dim=1).values & 0xFFFFFFFF)
+    return ids, logits.gather(1, ids)
 
-    def empty(*shape, dtype=torch.float32):
-        return torch.empty(shape, dtype=dtype, device=device)
 
-    key = empty(n_tiles, samples, rows, dtype=torch.float64)
-    token = empty(n_tiles, samples, rows, dtype=torch.int32)
-    logit = empty(n_tiles, samples, rows)
-    tile_max, tile_sum = empty(n_tiles, rows), empty(n_tiles, rows)
-    logits = empty(rows, vocab) if want_logits else None
-    ids = empty(rows, samples, dtype=torch.int64)
-    logprobs = empty(rows, samples) if want_logprobs else None
-    lse, max_logit, valid = empty(rows), empty(rows), empty(rows, dtype=torch.bool)
+class _Launch:
+    """The launches of one request and the buffers that they share."""
 
-    hidden_operand, weight_operand = hidden, weight
-    if tiles.tma:
-        hidden_operand = TensorDescriptor.from_tensor(hidden, [tiles.block_h, tiles.block_d])
-        weight_operand = TensorDescriptor.from_tensor(weight, [tiles.block_v, tiles.block_d])
-    hidden_tiles = triton.cdiv(rows, tiles.block_h)
-    programs = n_tiles
-    if device.type == "cuda":
-        sm_count = device_facts.facts(device).sm_count
-        programs = min(n_tiles, max(1, sm_count * tiles.programs_per_sm // hidden_tiles))
-    options = {} if INTERPRETED else stage1_options(tiles)
-    with _launch_context(device):
+    def __init__(self, request: Request, tiles: Tiles):
+        self.request, self.tiles = request, tiles
+        self.rows, self.vocab = request.rows, request.vocab
+        self.row_tiles = triton.cdiv(self.vocab, tiles.block_v)
+        self.n_groups = 4 * triton.cdiv(self.vocab, 128)
+        self.stored = request.filters or request.edits
+        self.logits = self.raw = self.group_max = self.group_sum = self.threshold = self.last_tie = self.bad = None
+        self.row_dot = self.raw_max = self.raw_sum = None
+
+    def run(self) -> Results:
+        request = self.request
+        if self.stored or request.want_logits or request.top_logprobs:
+            self.logits = self._empty(self.rows, self.vocab)
+        if request.filters:
+            self.group_max, self.group_sum = (self._empty(self.rows, self.n_groups) for _ in range(2))
+        if request.want_raw_logprobs:
+            self.raw = self._empty(self.rows, self.vocab) if self.stored else None
+            self.raw_max, self.raw_sum = (self._empty(self.row_tiles, self.rows) for _ in range(2))
+        if self.stored:
+            self.row_max, self.row_sum = (self._empty(self.row_tiles, self.rows) for _ in range(2))
+        if request.want_entropy:
+            self.row_dot = self._empty(self.row_tiles, self.rows)
+        if self.stored:
+            self._fused_head(None)
+            if request.edits:
+                self._edit()
+            if request.filters:
+                self._cut()
+            draw_tiles = triton.cdiv(self.vocab, self._stored_blocks()[1])
+        else:
+            draw_tiles = self.row_tiles
+        at_once = max(1, TILE_RESULTS // (draw_tiles * self.rows))
+        parts = [
+            self._draw(draw_tiles, first, min(at_once, request.samples - first))
+            for first in range(0, request.samples, at_once)
+        ]
+        found = parts[0]
+        if len(parts) > 1:
+            for name in ("ids", "logprobs", "raw_logprobs", "final_logprobs"):
+                found[name] = None if found[name] is None else torch.cat([part[name] for part in parts], 1)
+        return self._results(found)
+
+    def _empty(self, *shape, dtype=torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.request.device)
+
+    def _stored_blocks(self) -> tuple[int, int]:
+        """Rows and ids of a tile of stored logits."""
+        if INTERPRETED:
+            block_h = min(64, triton.next_power_of_2(self.rows))
+            return block_h, min((1 << 17) // block_h, max(128, triton.next_power_of_2(self.vocab)))
+        # the noise of 1,024 tokens would spill
+        return 1, 1024 if self.request.scheme == "group" else 256
+
+    def _fused_head(
+        self, draws: dict | None, first_sample: int = 0, count: int = 1, gumbels=None, uniforms=None
+    ) -> None:
+        """The matmul; with `draws` also the draw, else the stored logits and their summaries."""
+        request, tiles, hidden, weight = self.request, self.tiles, self.request.hidden, self.request.weight
+        hidden_operand, weight_operand = hidden, weight
+        if tiles.tma:
+            hidden_operand = TensorDescriptor.from_tensor(hidden, [tiles.block_h, tiles.block_d])
+            weight_operand = TensorDescriptor.from_tensor(weight, [tiles.block_v, tiles.block_d])
+        hidden_tiles = triton.cdiv(self.rows, tiles.block_h)
+        programs = self.row_tiles
+        if request.device.type == "cuda":
+            sm_count = device_facts.facts(request.device).sm_count
+            programs = min(programs, max(1, sm_count * tiles.programs_per_sm // hidden_tiles))
+        if draws is not None:
+            row_max, row_sum = draws["max"], draws["sum"]
+        elif request.edits:  # they are summarised once they are edited
+            row_max = row_sum = None
+        else:
+            row_max, row_sum = self.row_max, self.row_sum
+        draws = draws or {"key": None, "id": None, "logit": None, "raw": None}
+        first = first_sample == 0  # what later passes over the weight need not write again
+        mask = request.allowed_mask
         # one dimension: the others end at 65,535, which 2 million rows exceed
         stage1.fused_head[(programs * hidden_tiles,)](
-            hidden_operand, weight_operand, bias, temperature, seeds, positions, gumbels, uniforms,
-            logits, key, token, logit, tile_max, tile_sum,
-            rows, vocab, width, samples, hidden.stride(0), weight.stride(0),
-            0 if gumbels is None else gumbels.shape[-1], n_tiles,
-            temperature_value, seed_value, position_value, first_sample, logit_scale, softcap,
-            BLOCK_H=tiles.block_h, BLOCK_V=tiles.block_v, BLOCK_D=tiles.block_d, EVEN_D=width % tiles.block_d == 0,
-            TMA=tiles.tma, VOCAB_ON_M=tiles.vocab_on_m, GROUPED=scheme == "group", UPCAST=INTERPRETED,
-            SOFTCAP=softcap != 0.0,
-            **options,
+            hidden_operand, weight_operand, request.bias, mask, request.banned_ids,
+            request.temperature, request.seeds, request.positions, gumbels, uniforms,
+            self.logits if first else None, self.raw, None if request.edits else self.group_max,
+            None if request.edits else self.group_sum, row_max, row_sum, None if row_max is None else self.row_dot,
+            self.raw_max, self.raw_sum, draws["key"], draws["id"], draws["logit"], draws["raw"],
+            self.rows, self.vocab, hidden.shape[1], count, hidden.stride(0), weight.stride(0),
+            0 if mask is None else mask.stride(0), 0 if gumbels is None else gumbels.shape[-1], self.n_groups,
+            self.row_tiles, request.temperature_value, request.seed_value, request.position_value, first_sample,
+            request.logit_scale, request.softcap,
+            BLOCK_H=tiles.block_h, BLOCK_V=tiles.block_v, BLOCK_D=tiles.block_d,
+            EVEN_D=hidden.shape[1] % tiles.block_d == 0, TMA=tiles.tma, VOCAB_ON_M=tiles.vocab_on_m,
+            GROUPED=request.scheme == "group" or self.group_max is not None, UPCAST=INTERPRETED,
+            SOFTCAP=request.softcap != 0.0, DRAW=draws["key"] is not None,
+            **({} if INTERPRETED else stage1_options(tiles)),
         )  # fmt: skip
-        draws = 512 if INTERPRETED else 1
-        stage2.reduce_tiles[(triton.cdiv(rows * samples, draws),)](
-            key, token, logit, tile_max, tile_sum, temperature, temperature_value,
-            ids, logprobs, lse, max_logit, valid, rows, samples, n_tiles,
-            BLOCK_DRAWS=draws, BLOCK_TILES=min(1024, max(16, triton.next_power_of_2(n_tiles))),
-            **({} if INTERPRETED else STAGE2_OPTIONS),
+
+    def _edit(self) -> None:
+        """Sparse edits of the stored logits, then their summaries."""
+        request, mask = self.request, self.request.allowed_mask
+        keys, values, self.bad = edits.sort_edits(request)
+        if len(keys):
+            block = 4096 if INTERPRETED else 128
+            edits.apply_edits[(triton.cdiv(len(keys), block),)](
+                self.logits, keys, values, mask, request.banned_ids, len(keys), self.vocab,
+                0 if mask is None else mask.stride(0), BLOCK=block, **self._options(OPTIONS),
+            )  # fmt: skip
+        block_h, block_v = self._stored_blocks()
+        n_tiles = triton.cdiv(self.vocab, block_v)
+        self.row_max, self.row_sum = (self._empty(n_tiles, self.rows) for _ in range(2))
+        self.row_dot = None if self.row_dot is None else self._empty(n_tiles, self.rows)
+        stored.summarise[(n_tiles, triton.cdiv(self.rows, block_h))](
+            self.logits, request.temperature, request.temperature_value, self.group_max, self.group_sum,
+            self.row_max, self.row_sum, self.row_dot, self.rows, self.vocab, self.n_groups,
+            BLOCK_H=block_h, BLOCK_V=block_v, **self._options(OPTIONS),
         )  # fmt: skip
-    return ids, logprobs, lse, max_logit, valid, logits
+
+    def _cut(self) -> None:
+        """Where truncation cuts each row."""
+        request = self.request
+        self.threshold, self.last_tie = self._empty(self.rows), self._empty(self.rows, dtype=torch.int32)
+        groups = triton.next_power_of_2(self.n_groups)
+        select.cut_rows[(self.rows,)](
+            self.logits, self.group_max, self.group_sum, request.temperature, request.top_k, request.top_p,
+            request.min_p, self._empty(self.rows, self.n_groups, dtype=torch.int32), self.threshold, self.last_tie,
+            self.vocab, self.n_groups, request.temperature_value, request.top_k_value, request.top_p_value,
+            request.min_p_value, MIN_P_FIRST=request.filter_order == "min_p_first",
+            JOINT=request.filter_order == "joint", BLOCK_G=groups, BLOCK_U=min(groups, CANDIDATE_GROUPS),
+            **self._options(SELECT_OPTIONS),
+        )  # fmt: skip
+
+    def _draw(self, n_tiles: int, first: int, count: int) -> dict:
+        """Draws `first` to `first + count` of every row."""
+        request = self.request
+        gumbels, uniforms = (
+            None if noise is None else noise[:, first : first + count].contiguous()
+            for noise in (request.gumbels, request.uniforms)
+        )
+        draws = {
+            "key": self._empty(n_tiles, count, self.rows, dtype=torch.float64),
+            "id": self._empty(n_tiles, count, self.rows, dtype=torch.int32),
+            "logit": self._empty(n_tiles, count, self.rows),
+            "max": self._empty(n_tiles, self.rows),
+            "sum": self._empty(n_tiles, self.rows),
+            "raw": self._empty(n_tiles, count, self.rows) if self.raw_max is not None and not self.stored else None,
+        }
+        if self.stored:
+            block_h, block_v = self._stored_blocks()
+            stored.draw[(n_tiles, triton.cdiv(self.rows, block_h))](
+                self.logits, self.threshold, self.last_tie, request.temperature, request.seeds, request.positions,
+                gumbels, uniforms, draws["max"], draws["sum"], draws["key"], draws["id"], draws["logit"],
+                self.rows, self.vocab, count, 0 if gumbels is None else gumbels.shape[-1], request.temperature_value,
+                request.seed_value, request.position_value, first, BLOCK_H=block_h, BLOCK_V=block_v,
+                GROUPED=request.scheme == "group", **self._options(OPTIONS),
+            )  # fmt: skip
+        else:
+            self._fused_head(draws, first, count, gumbels, uniforms)
+        return self._reduce(draws, n_tiles, count)
+
+    def _reduce(self, draws: dict, n_tiles: int, count: int) -> dict:
+        request = self.request
+
+        def wanted(want: bool, *shape):
+            return self._empty(*shape) if want else None
+
+        out = {
+            "ids": self._empty(self.rows, count, dtype=torch.int64),
+            "logprobs": wanted(request.want_logprobs, self.rows, count),
+            "raw_logprobs": wanted(request.want_raw_logprobs, self.rows, count),
+            "final_logprobs": wanted(request.want_final_logprobs, self.rows, count),
+            "lse": self._empty(self.rows),
+            "max_logit": self._empty(self.rows),
+            "log_total": wanted(request.top_logprobs > 0, self.rows),
+            "entropy": wanted(request.want_entropy, self.rows),
+            "valid": self._empty(self.rows, dtype=torch.bool),
+        }
+        row_max, row_sum = (self.row_max, self.row_sum) if self.stored else (None, None)
+        row_tiles = n_tiles if row_max is None else row_max.shape[0]
+        block = 512 if INTERPRETED else 1
+        stage2.reduce_tiles[(triton.cdiv(self.rows * count, block),)](
+            draws["key"], draws["id"], draws["logit"], draws["raw"], draws["max"], draws["sum"],
+            row_max, row_sum, self.row_dot, self.raw_max, self.raw_sum, self.raw, self.bad, request.banned_ids,
+            request.temperature, request.temperature_value, *out.values(),
+            self.rows, self.vocab, count, n_tiles, row_tiles, self.row_tiles,
+            BLOCK_DRAWS=block, BLOCK_TILES=min(1024, max(16, triton.next_power_of_2(max(n_tiles, self.row_tiles)))),
+            **self._options(OPTIONS),
+        )  # fmt: skip
+        return out
+
+    def _results(self, found: dict) -> Results:
+        request = self.request
+        top_ids = top_logprobs = None
+        if request.top_logprobs:
+            top_ids, top = top_tokens(self.logits, request.top_logprobs)
+            inverse = 1.0 / _positive(request.per_row("temperature")).double()
+            relative = (top - found["max_logit"][:, None]).double() * inverse[:, None]
+            valid = found["valid"][:, None]
+            top_ids = torch.where(valid, top_ids, -1)
+            top_logprobs = torch.where(valid, (relative - found["log_total"][:, None]).float(), torch.nan)
+        return Results(
+            ids=found["ids"],
+            logprobs=found["logprobs"],
+            raw_logprobs=found["raw_logprobs"],
+            final_logprobs=found["final_logprobs"],
+            lse=found["lse"],
+            max_logit=found["max_logit"],
+            valid=found["valid"],
+            entropy=found["entropy"],
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            logits=self.logits if request.want_logits else None,
+        )
+
+    @staticmethod
+    def _options(options: dict) -> dict:
+        return {} if INTERPRETED else options
+
+
+def _positive(temperature: torch.Tensor) -> torch.Tensor:
+    """The temperature that divides: 1 for greedy and invalid rows, within the bounds of the kernels."""
+    return torch.where(temperature > 0, temperature, 1.0).clamp(reference.MIN_SCALE, reference.MAX_SCALE)

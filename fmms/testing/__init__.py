@@ -2,12 +2,12 @@
 
 - `inputs`: problems with known logits, common offsets, awkward strides, poisoned memory.
 - `statistics`: chi-square over the whole vocabulary, exact intervals, uniformity, independence.
-- `margins`: how far a draw is from going another way, and interval widths by bisection.
+- `margins`: how far a draw or a truncation is from going another way, and interval widths by bisection.
 - `samplers`: whole checks (distribution, heavy tail, invariance, independence) of a sampler given as a function.
 """
 
 from fmms.testing.inputs import integer_problem, known_logits, pad_width, poisoned_memory, strided_copy, with_offset
-from fmms.testing.margins import decision_margin, group_intervals, hard_groups, interval_widths
+from fmms.testing.margins import decision_margin, filter_margin, group_intervals, hard_groups, interval_widths
 from fmms.testing.samplers import (
     Sampler,
     check_distribution,
@@ -39,6 +39,7 @@ __all__ = [
     "draw_many",
     "draws_histogram",
     "ecdf_band",
+    "filter_margin",
     "group_intervals",
     "hard_groups",
     "independence",

@@ -1,8 +1,8 @@
-"""How finely an implementation resolves its decisions: rounding margins of draws, interval widths inside a group."""
+"""How finely an implementation resolves its decisions: margins of draws and truncation, interval widths in a group."""
 
 import torch
 
-from fmms import noise, reference
+from fmms import controls, noise, reference
 
 
 def decision_margin(logits, temperature, seeds, positions, samples: int = 1, scheme: str = "group") -> torch.Tensor:
@@ -58,6 +58,42 @@ def _group_margin(scaled, gumbels, uniforms):
         t = torch.where(in_first, t, t - first)
         index = 2 * index + (in_first == right_first)
     return margin
+
+
+def filter_margin(
+    logits, temperature, top_k=None, top_p=None, min_p=None, filter_order: str = "top_k_first"
+) -> torch.Tensor:
+    """How far each row's `fmms.controls.allowed_set` is from changing: the least relative error of the masses that
+    could add a token to it or remove one; arguments as there, fp64 [H].
+
+    - top-p: |cumulative mass - p * M| / M at the prefix it keeps and at the one before. A prefix that another filter
+      cuts off does not count; where the other filter is the shorter one, top-p would have to cut before it.
+    - min-p: |x - threshold| / T, in nats, of the last token it keeps and of the first it removes, likewise. Tokens that
+      tie for the largest logit are kept in any arithmetic.
+    - top-k compares logits only and is exact.
+
+    Infinite where nothing can change. Under "min_p_first" M depends on what min-p keeps, so its decisions count whether
+    or not top-p cuts before them. For a draw from what is left, `decision_margin` takes `fmms.controls.filter_logits`.
+    """
+    found = controls.prefixes(logits, temperature, top_k, top_p, min_p, filter_order)
+
+    def last(values, length):
+        """What values [H, V] say of the last token of each row's prefix."""
+        return values.gather(-1, (length.clamp(1, values.shape[-1]) - 1)[:, None])[:, 0]
+
+    others = torch.minimum(found.top_k, found.min_p)
+    shorter = torch.minimum(found.top_p, others) - 1  # the longest prefix that would cut more than now
+    cut = torch.where(shorter >= 1, found.wanted - last(found.cumulative, shorter), torch.inf)
+    grow = torch.where(found.top_p < others, last(found.cumulative, found.top_p) - found.wanted, torch.inf)
+    by_top_p = torch.where(found.wanted < found.mass, torch.minimum(cut, grow) / found.mass, torch.inf)
+
+    others = found.top_k if filter_order == "min_p_first" else torch.minimum(found.top_k, found.top_p)
+    kept = last(found.values, torch.minimum(found.min_p, others))
+    cut = torch.where(kept < found.values[:, 0], kept - found.threshold, torch.inf)
+    removed = last(found.values, found.min_p + 1)
+    grow = torch.where(found.min_p < others, found.threshold - removed, torch.inf)
+    by_min_p = torch.where(found.threshold > -torch.inf, torch.minimum(cut, grow) / found.divisor, torch.inf)
+    return torch.minimum(by_top_p, by_min_p)
 
 
 def hard_groups(depth: float = 30.0) -> torch.Tensor:

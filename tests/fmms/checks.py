@@ -7,6 +7,7 @@ import torch
 
 import fmms
 from fmms import kernels, noise, reference, testing
+from fmms.request import Request
 
 ROUNDING_NATS = 2e-5
 """Stated bound on what fp32 transcendentals add to a decision, for exact logits of size up to about 30."""
@@ -14,11 +15,10 @@ ROUNDING_NATS = 2e-5
 
 def run_tiles(hidden, weight, temperature, seeds, positions, tiles=None, samples=1, scheme="group"):
     """Portable kernel with tile sizes of the caller's choice; returns ids [H, S]."""
-    launch = kernels.launch_module(hidden.device)
-    return launch.sample(
-        hidden, weight, temperature, 0.0, seeds, 0, positions, 0, samples, scheme, None, None,
-        1.0, 0.0, None, False, False, tiles,
-    )[0]  # fmt: skip
+    request = Request(
+        hidden, weight, temperature=temperature, seeds=seeds, positions=positions, samples=samples, scheme=scheme
+    )
+    return kernels.launch_module(hidden.device).sample(request, tiles).ids
 
 
 def tiles_of(block_h, block_v, block_d, vocab_on_m=False):

@@ -10,7 +10,7 @@ import pytest
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from fmms.kernels import epilogue, stage1  # noqa: E402
+from fmms.kernels import epilogue, tile  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="faults are planted in interpreted kernels: TRITON_INTERPRET=1"
@@ -45,7 +45,7 @@ def choose_by_running_sum(p, coarse, fine):
 
 
 @triton.jit
-def no_mask(x, tokens, V):
+def no_mask(x, rows, live, tokens, V, allowed, stride_allowed, banned):
     return x
 
 
@@ -53,7 +53,7 @@ FAULTS = [
     ("noise keyed by tile", epilogue, "noise_words", words_keyed_by_tile, checks.check_tile_invariance),
     ("24-bit uniform", epilogue, "gumbel", gumbel_of_24_bits, checks.check_winning_tail),
     ("fp32 running sum", epilogue, "choose_member", choose_by_running_sum, checks.check_interval_widths),
-    ("unmasked tail tile", stage1, "mask_tail", no_mask, checks.check_ragged_tail),
+    ("unmasked tail tile", tile, "mask_logits", no_mask, checks.check_ragged_tail),
     ("repeated seed", epilogue, "noise_words", words_of_one_seed, checks.check_rows_independent),
 ]
 

@@ -42,7 +42,7 @@ def test_draws_in_several_passes_are_the_same(device, monkeypatch, scheme):
         whole = fmms.sample(hidden, weight, noise=given, **options)
         monkeypatch.setattr(launch, "TILE_RESULTS", 12)
         for a, b in zip(whole, fmms.sample(hidden, weight, noise=given, **options), strict=True):
-            assert torch.equal(a, b)
+            assert a is b is None or torch.equal(a, b)
         monkeypatch.undo()
 
 

@@ -1,10 +1,13 @@
 """The operator under PyTorch's compiler and in CUDA graphs."""
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
 import fmms
 from fmms import noise, testing
+from fmms.request import Request
 
 
 def decode_step(hidden, weight, temperature, seeds, position):
@@ -23,9 +26,17 @@ def inputs(device):
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_operator_obeys_the_contract_of_torch_library(device, impl):
     hidden, weight, temperature, seeds, position = inputs(device)
-    arguments = (hidden, weight, temperature, 0.0, seeds, 0, position, 0, 2, "group", None, None, 1.0, 0.0, None)
-    for wanted in (True, False):
-        torch.library.opcheck(torch.ops.fmms.sample.default, (*arguments, wanted, wanted, impl))
+    plain = Request(hidden, weight, temperature=temperature, seeds=seeds, positions=position, samples=2)
+    results = {field.name: True for field in fields(Request) if field.name.startswith("want_")}
+    edit = dict(
+        edit_rows=torch.tensor([0, 3], device=device),
+        edit_tokens=torch.tensor([5, -1], device=device),
+        edit_values=torch.tensor([2.0, 1.0], device=device),
+        edit_kinds=torch.tensor([0, 1], device=device),
+    )
+    for request in (plain, replace(plain, top_k_value=3, top_logprobs=2, **results, **edit)):
+        arguments = (getattr(request, field.name) for field in fields(Request))
+        torch.library.opcheck(torch.ops.fmms.sample.default, (*arguments, impl))
 
 
 def test_compiled_decode_step_equals_eager():

@@ -1,0 +1,162 @@
+"""What is done with one tile of logits `[rows, ids]`, wherever it came from: masks, summaries, draws, tile results out.
+
+`stage1.py` has its tiles from the matmul, `stored.py` from memory. The arithmetic of a draw is in `epilogue.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from fmms.kernels import epilogue as ep
+
+
+@triton.jit
+def row_controls(
+    rows, live, temperature, temperature_value, seeds, seed_value: tl.int64, positions, position_value: tl.int64,
+):  # fmt: skip
+    """1 / T fp64, greedy, seed uint64 and position int64 of each row; a pointer of None means the scalar holds."""
+    if temperature is None:
+        t = tl.full(rows.shape, temperature_value, tl.float32)
+    else:
+        t = tl.load(temperature + rows, mask=live, other=1.0)
+    if seeds is None:
+        seed = ep.row_seed(tl.full(rows.shape, seed_value, tl.int64), rows)
+    else:
+        seed = tl.load(seeds + rows, mask=live, other=0).to(tl.uint64)
+    if positions is None:
+        position = tl.full(rows.shape, position_value, tl.int64)
+    else:
+        position = tl.load(positions + rows, mask=live, other=0)
+    return ep.inverse_temperature(t), (t == 0.0) & live, (t > 0.0) & live, seed, position
+
+
+@triton.jit
+def mask_logits(x, rows, live, tokens, V, allowed, stride_allowed, banned):
+    """-inf for ids that are no tokens, that the row's bit mask doesn't allow, and for the row's banned token."""
+    keep = tl.broadcast_to((tokens < V)[None, :], x.shape)
+    if allowed is not None:
+        where = allowed + rows.to(tl.int64)[:, None] * stride_allowed + (tokens >> 5)[None, :]
+        word = tl.load(where, mask=live[:, None] & keep, other=0)
+        keep = keep & (((word >> (tokens & 31)[None, :]) & 1) != 0)
+    if banned is not None:
+        keep = keep & (tokens[None, :] != tl.load(banned + rows, mask=live, other=-1)[:, None])
+    return tl.where(keep, x, float("-inf"))
+
+
+@triton.jit
+def summarise_groups(x, inv_t):
+    """Weights `[rows, groups, 32]` of the members relative to the group's maximum; maxima and sums `[rows, groups]`."""
+    g = ep.to_groups(x)
+    m = tl.max(g, 2)
+    p = ep.exp_weights(g, tl.expand_dims(m, 2), tl.expand_dims(tl.expand_dims(inv_t, 1), 2))
+    return p, m, ep.group_total(p)
+
+
+@triton.jit
+def summarise_tile(group_max, group_sum, inv_t):
+    """Maximum and sum of exponentials of each row from those of its groups."""
+    m = tl.max(group_max, 1)
+    return m, tl.sum(group_sum * ep.exp_weights(group_max, m[:, None], inv_t[:, None]), 1)
+
+
+@triton.jit
+def weighted_logits(x, m, inv_t):
+    """Sum over the ids of w * (x - m) / T with w = exp((x - m) / T): what the entropy needs."""
+    w = ep.exp_weights(x, m[:, None], inv_t[:, None])
+    y = (x - ep.finite_or_zero(m)[:, None]) * inv_t.to(tl.float32)[:, None]
+    return tl.sum(tl.where(w > 0.0, w * y, 0.0), 1)
+
+
+@triton.jit
+def store_statistics(x, m, total, inv_t, tile, rows, live, H, out_max, out_sum, out_dot):
+    """A tile's maximum, sum of exponentials and, if asked for, weighted logits, fp32 [n_tiles, H] each."""
+    # int64: tiles * rows can pass 2**31
+    at = tl.zeros_like(rows).to(tl.int64) + tile
+    at = at * H + rows
+    tl.store(out_max + at, m, mask=live)
+    tl.store(out_sum + at, total, mask=live)
+    if out_dot is not None:
+        tl.store(out_dot + at, weighted_logits(x, m, inv_t), mask=live)
+
+
+@triton.jit
+def store_groups(group_max, group_sum, first_id, rows, live, n_groups, out_group_max, out_group_sum):
+    """The summaries of a tile's groups, fp32 [H, n_groups] each."""
+    unit = first_id // 32 + tl.arange(0, group_max.shape[1])[None, :]
+    at = rows.to(tl.int64)[:, None] * n_groups + unit
+    mask = live[:, None] & (unit < n_groups)
+    tl.store(out_group_max + at, group_max, mask=mask)
+    tl.store(out_group_sum + at, group_sum, mask=mask)
+
+
+@triton.jit
+def _relative(x, tile_max, inv_t):
+    """(x - tile maximum) / T in fp64. Keys are kept relative to the tile's maximum, so that a Gumbel is resolved at any
+    temperature and size of logit; in fp64, so that the choice of tile does not show in them."""
+    return (x.to(tl.float64) - ep.finite_or_zero(tile_max).to(tl.float64)[:, None]) * inv_t[:, None]
+
+
+@triton.jit
+def draw_groups(
+    p, m, total, tile_max, first_id, inv_t, seed, position, sample, gumbels, uniforms, noise_row, live, n_groups
+):
+    """Best key and token id of each row under the `group` scheme."""
+    unit = first_id // 32 + tl.arange(0, m.shape[1])[None, :]
+    if gumbels is None:
+        w0, w1, w2, w3 = ep.noise_words(seed[:, None], position[:, None], unit, sample, ep._PURPOSE_GROUP)
+        z = ep.gumbel(w0, w1)
+        coarse, fine = ep.uniform_parts(w2, w3)
+    else:
+        mask = live[:, None] & (unit < n_groups)
+        z = tl.load(gumbels + noise_row[:, None] + unit, mask=mask, other=0.0)
+        coarse, fine = ep.split_uniform(tl.load(uniforms + noise_row[:, None] + unit, mask=mask, other=0))
+    key = _relative(m, tile_max, inv_t) + (tl.log(total).to(tl.float64) + z.to(tl.float64))
+    # unit and member in one number: between equal keys the lowest group wins, whichever of its tokens was drawn
+    best, drawn = ep.best_of(key, unit * 32 + ep.choose_member(p, coarse, fine))
+    return best, ep.member_id(drawn >> 5, drawn & 31)
+
+
+@triton.jit
+def draw_tokens(x, tile_max, first_id, inv_t, seed, position, sample, gumbels, noise_row, live, V):
+    """Best key and token id of each row under the `token` scheme."""
+    unit = first_id + tl.arange(0, x.shape[1])[None, :]
+    if gumbels is None:
+        w0, w1, _, _ = ep.noise_words(seed[:, None], position[:, None], unit, sample, ep._PURPOSE_TOKEN)
+        z = ep.gumbel(w0, w1)
+    else:
+        z = tl.load(gumbels + noise_row[:, None] + unit, mask=live[:, None] & (unit < V), other=0.0)
+    key = _relative(x, tile_max, inv_t) + z.to(tl.float64)
+    return ep.best_of(key, unit)
+
+
+@triton.jit
+def store_draws(
+    x, p, group_max, group_sum, m, tile, first_id, tokens, rows, live, inv_t, greedy, any_greedy, any_drawn, seed,
+    position, first_sample, gumbels, uniforms, noise_width, raw, out_key, out_id, out_logit, out_raw, H, V, S,
+    GROUPED: tl.constexpr,
+):  # fmt: skip
+    """The best key of each row and draw in this tile with its id, logit and raw logit, [n_tiles, S, H] each."""
+    for s in range(S):
+        key = tl.full(rows.shape, float("-inf"), tl.float64)
+        best_id = tl.full(rows.shape, ep.NO_TOKEN, tl.int32)
+        if any_drawn:
+            noise_row = (rows.to(tl.int64) * S + s) * noise_width
+            if GROUPED:
+                key, best_id = draw_groups(
+                    p, group_max, group_sum, m, first_id, inv_t, seed, position, first_sample + s, gumbels, uniforms,
+                    noise_row, live, noise_width,
+                )  # fmt: skip
+            else:
+                key, best_id = draw_tokens(
+                    x, m, first_id, inv_t, seed, position, first_sample + s, gumbels, noise_row, live, V
+                )
+        if any_greedy:
+            first_max = tl.min(tl.where(x == m[:, None], tokens[None, :], ep.NO_TOKEN), 1)
+            key = tl.where(greedy, 0.0, key)
+            best_id = tl.where(greedy, first_max, best_id)
+        tile64 = tl.zeros_like(rows).to(tl.int64) + tile
+        at = (tile64 * S + s) * H + rows
+        tl.store(out_key + at, key, mask=live)
+        tl.store(out_id + at, best_id, mask=live)
+        tl.store(out_logit + at, ep.value_at(x, first_id, best_id), mask=live)
+        if out_raw is not None:
+            tl.store(out_raw + at, ep.value_at(raw, first_id, best_id), mask=live)
