@@ -1,20 +1,21 @@
 """Decoding a Hugging Face causal language model with the fused head.
 
 `generate` runs the model's backbone with its key-value cache and hands each last hidden state to `fmms.sample`, so on
-a GPU the logits of a step are never written out. The head itself is described and checked in `fmms.lm_head`; loading
-models and turning text into token ids is left to transformers and `fmms.models`.
+a GPU the logits of a step are not written out unless a control needs them. The head itself is described and checked in
+`fmms.lm_head`, arguments and GenerationConfig become controls in `fmms.generation_settings`; loading models and turning
+text into token ids is left to transformers and `fmms.models`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fmms import arguments
+from fmms import arguments, generation_settings
+from fmms.generation_settings import StepControls
 from fmms.lm_head import Backbone, LMHead, find_lm_head, verify_lm_head
 from fmms.noise import row_seeds
 from fmms.sampling import sample
@@ -23,7 +24,6 @@ from fmms.sampling import sample
 # superfluous tokens are cut off afterwards.
 _STEPS_PER_STOP_CHECK = 16
 
-_DEFAULT_NEW_TOKENS = 20
 # Room for new tokens is made for this many at first and doubled when it is full.
 _FIRST_ROOM = 128
 
@@ -33,39 +33,14 @@ _FILLER = 0
 # Tables of learned positions, by the names that transformers' models give them.
 _POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 
-# Settings of a model's generation_config that change what transformers' generate draws, with their neutral values.
-_UNSUPPORTED_SETTINGS = {
-    "repetition_penalty": (None, 1.0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None,),
-    "sequence_bias": (None,),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "exponential_decay_length_penalty": (None,),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "guidance_scale": (None, 1.0),
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
-    "penalty_alpha": (None, 0.0),
-    "dola_layers": (None,),
-    "watermarking_config": (None,),
-    "token_healing": (None, False),
-    "stop_strings": (None, []),
-    "max_time": (None,),
-}
-# The same for those that only count where do_sample is on. transformers takes a top_k of None as 50.
-_UNSUPPORTED_SAMPLING_SETTINGS = {
-    "top_k": (0,),
-    "top_p": (None, 1.0),
-    "top_h": (None, 1.0),
-    "min_p": (None, 0.0),
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
+# What is kept of each step, by its name in the results, and what stands in place of it after the end of a sequence.
+_AFTER_THE_END = {
+    "logprobs": 0.0,
+    "raw_logprobs": 0.0,
+    "final_logprobs": 0.0,
+    "entropy": 0.0,
+    "top_ids": -1,
+    "top_logprobs": 0.0,
 }
 
 
@@ -90,14 +65,23 @@ class GenerateStep:
 class GenerateOutput:
     """Token sequences, on the device of `input_ids`. n is the length of the longest continuation.
 
+    After the end of a sequence floats are 0, so that a row of `logprobs` sums to that of the whole continuation. The
+    results other than tokens are None unless asked for, and mean what they mean in `fmms.SampleOutput`.
+
     Attributes:
         sequences: int64 `[B, P + n]`: the prompts as given, then `new_tokens`.
         new_tokens: int64 `[B, n]`, the pad token after the end of a sequence.
         logprobs: float32 `[B, n]`, the log-probability of each new token at its temperature (at temperature 1 for
-            greedy prompts), 0 after the end, so that a row sums to that of the whole continuation; None unless asked
-            for.
+            greedy prompts), after biases, penalties and masks, before truncation.
         lengths: int64 `[B]`: new tokens of each sequence, the end-of-sequence token included.
-        valid: bool `[B]`: False where the logits became NaN or +inf; that sequence ends before the token it spoilt.
+        valid: bool `[B]`: False where the logits became NaN or +inf, where every token was banned, or where a control
+            in a tensor was out of its range; that sequence ends before the token it spoilt.
+        raw_logprobs: float32 `[B, n]`, in the model's own distribution at temperature 1; a bias of the head counts as a
+            logit bias, so it isn't part of that.
+        final_logprobs: float32 `[B, n]`, in the distribution drawn from, after truncation.
+        entropy: float32 `[B, n]`, nats, of the distribution of `logprobs`.
+        top_ids: int64 `[B, n, top_logprobs]`: the most likely tokens of each step; -1 after the end of a sequence.
+        top_logprobs: float32 `[B, n, top_logprobs]`: their `logprobs`.
     """
 
     sequences: torch.Tensor
@@ -105,6 +89,11 @@ class GenerateOutput:
     logprobs: torch.Tensor | None
     lengths: torch.Tensor
     valid: torch.Tensor
+    raw_logprobs: torch.Tensor | None = None
+    final_logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    top_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
 
 
 def generate(
@@ -112,78 +101,152 @@ def generate(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     *,
-    max_new_tokens: int = _DEFAULT_NEW_TOKENS,
-    temperature: float | torch.Tensor = 1.0,
+    max_new_tokens: int = generation_settings.DEFAULT_NEW_TOKENS,
+    min_new_tokens: int = generation_settings.NO_MINIMUM,
+    temperature: float | torch.Tensor = generation_settings.DEFAULT_TEMPERATURE,
+    top_k: int | torch.Tensor | None = generation_settings.NO_FILTER,
+    top_p: float | torch.Tensor | None = generation_settings.NO_FILTER,
+    min_p: float | torch.Tensor | None = generation_settings.NO_FILTER,
+    filter_order: str = "top_k_first",
+    repetition_penalty: float | torch.Tensor = generation_settings.NO_REPETITION_PENALTY,
+    frequency_penalty: float | torch.Tensor = 0.0,
+    presence_penalty: float | torch.Tensor = 0.0,
+    logit_bias: Mapping[int, float] | torch.Tensor | None = None,
+    allowed_mask: torch.Tensor | Callable[[int, torch.Tensor], torch.Tensor | None] | None = None,
     seed: int | torch.Tensor | None = None,
-    eos_token_id: int | Sequence[int] | str | None = "model",
-    pad_token_id: int | str | None = "model",
+    eos_token_id: int | Sequence[int] | str | None = generation_settings.FROM_MODEL,
+    pad_token_id: int | str | None = generation_settings.FROM_MODEL,
+    generation_config: Any = None,
     noise_scheme: str = "group",
     impl: str = "auto",
     return_logprobs: bool = False,
+    return_raw_logprobs: bool = False,
+    return_final_logprobs: bool = False,
+    return_entropy: bool = False,
+    top_logprobs: int = 0,
     callback: Callable[[GenerateStep], bool | None] | None = None,
     head: LMHead | None = None,
 ) -> GenerateOutput:
     """Continue prompts with a transformers causal language model, sampling by `fmms.sample`.
 
     At temperature 0 the tokens are those of `model.generate(do_sample=False)`, except that transformers rounds logits
-    to the model's dtype first, which in bfloat16 makes ties of tokens that differ. Of the model's generation_config
-    only the end-of-sequence and pad tokens are taken; a repetition penalty, top_p with do_sample or another setting
-    that would change the result is not applied, and warned of. Its temperature, max_new_tokens and max_length count as
-    overridden where the argument isn't the default. The first call for a model compares its head, as described by
-    `fmms.lm_head.find_lm_head`, with the model's own logits.
+    to the model's dtype first, which in bfloat16 makes ties of tokens that differ. The first call for a model compares
+    its head, as described by `fmms.lm_head.find_lm_head`, with the model's own logits.
+
+    Without `generation_config`, only the end-of-sequence and pad tokens are taken from the model's generation_config;
+    a repetition penalty, top_p with do_sample or another setting that would change the result is not applied, and
+    warned of. A setting counts as overridden where its argument isn't the default.
 
     A prompt gets the same noise alone and in a batch, whatever its padding, when `seed` is a tensor: noise depends on
-    the prompt's seed and the index of the new token only.
+    the prompt's seed and the index of the new token only. So it gets the same tokens, under the same controls.
 
     Args:
         model: decoder-only causal language model from transformers, in eval mode.
         input_ids: integer `[B, P]`, P >= 1, on the device of the model's embeddings.
         attention_mask: bool or integer `[B, P]`, 0 at padding, which must be on the left; None means no padding.
         max_new_tokens: most tokens to add, >= 0; a model with learned positions needs one for each token it reads.
+        min_new_tokens: end-of-sequence tokens are banned until there are that many new tokens.
         temperature: number or floating `[B]`, >= 0, infinity included; 0 is greedy.
+        top_k, top_p, min_p: truncation as in `fmms.sample`: a number, a tensor `[B]` (integer for top_k), or None.
+        filter_order: as in `fmms.sample`; "top_k_first" is that of transformers.
+        repetition_penalty: number > 0 or floating `[B]`, 1 for none; divides positive logits of the tokens in the
+            prompt (padding aside) and the continuation, multiplies negative ones.
+        frequency_penalty, presence_penalty: number or floating `[B]`, 0 for none; subtracted from the logits of tokens
+            in the continuation, for each occurrence or once.
+        logit_bias: added to the logits of every prompt, before the penalties: {token id: number} or floating `[V]`;
+            -inf bans a token.
+        allowed_mask: int32 `[B, at least ceil(V / 32)]`, the tokens allowed at every step (`fmms.pack_mask` makes it);
+            or a function that is called before each step with the step and the new tokens so far (int64 `[B, step]`,
+            the pad token after the end of a sequence), and returns such a mask, or None to allow all. If its mask is
+            not on the head's device, the host waits for the copy.
         seed: None draws a fresh seed per prompt from torch's generator (obeys `torch.manual_seed`); an int in
             [-2**63, 2**64) gives each row a seed derived from it; int64 `[B]` is used as it is.
         eos_token_id: token or tokens that end a sequence; None for no end; "model" takes the model's
             generation_config.
         pad_token_id: fills sequences after their end, and may lie outside the vocabulary; "model" takes the model's
             generation_config. Where there is none, the first end-of-sequence token, or else 0.
+        generation_config: a transformers GenerationConfig, or "model" for the model's own. Arguments left out are taken
+            from it as transformers takes them: max_new_tokens or max_length, min_new_tokens or min_length, do_sample,
+            temperature, top_k, top_p, min_p (the last four only with do_sample; else temperature is 0, and top_k is 50
+            where it says None), repetition_penalty, eos_token_id, pad_token_id; suppress_tokens and
+            begin_suppress_tokens come on top of logit_bias. What a given object leaves None is looked up in the model's
+            own. There are no warnings then: a setting that can't be applied is an error.
         noise_scheme: "group" or "token", as in `fmms.sample`.
         impl: as in `fmms.sample`.
-        return_logprobs: also return the log-probability of each new token.
+        return_logprobs, return_raw_logprobs, return_final_logprobs, return_entropy: also return these of each step.
+        top_logprobs: how many of the most likely tokens of each step to return, with their log-probabilities.
         callback: called with a `GenerateStep` after every step; returning True stops. It makes the host wait for
             each step.
         head: the head, where `find_lm_head` can't know it; checked against the model all the same.
 
     Raises:
-        ValueError: bad arguments, or a model that can't be decoded exactly with a fused head; the message says why.
+        ValueError: bad arguments, a setting of generation_config that can't be applied, or a model that can't be
+            decoded exactly with a fused head; the message says which.
     """
     head = head if head is not None else find_lm_head(model)
     if model.training:
         raise ValueError("model: it is in training mode, where dropout changes every step; call model.eval() first")
     ids, mask = _prompts(model, input_ids, attention_mask)
     batch, prompt_length = ids.shape
-    limit = _count(max_new_tokens, "max_new_tokens")
     device, head_device = ids.device, head.weight.device
-    temperature = _temperature(temperature, batch, head_device)
+    given = {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+    }
+    settings = generation_settings.resolve(model, generation_config, prompt_length, given)
+    limit, eos, pad = settings.max_new_tokens, settings.eos, settings.pad
+    if batch and limit:
+        longest = prompt_length if mask is None else int(mask.sum(dim=-1).max())
+        _check_positions(model, longest, limit)
+        head = verify_lm_head(model, head, ids[0] if mask is None else ids[0][mask[0] != 0])
+    controls = StepControls(
+        head,
+        settings,
+        ids if mask is None else ids.masked_fill(mask == 0, -1),
+        filter_order=filter_order,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        logit_bias=logit_bias,
+        allowed_mask=allowed_mask,
+        top_logprobs=top_logprobs,
+    )
     seeds = _seeds(seed, batch, head_device)
-    eos = _eos_tokens(model, eos_token_id)
-    pad = _pad_token(model, pad_token_id, eos)
-    _warn_of_settings(model, prompt_length, limit, temperature)
+    if generation_config is None:
+        generation_settings.warn_of_settings(model, prompt_length, settings)
 
     room = min(limit, _FIRST_ROOM)
     # What the model reads; the pad token is put in afterwards.
     sequences = _widen(ids, room, _FILLER)
-    logprobs = torch.zeros((batch, room), dtype=torch.float32, device=device) if return_logprobs else None
+    wanted = {
+        "return_logprobs": return_logprobs,
+        "return_raw_logprobs": return_raw_logprobs,
+        "return_final_logprobs": return_final_logprobs,
+        "return_entropy": return_entropy,
+    }
+    results = {}
+    for name in (name.removeprefix("return_") for name, value in wanted.items() if value):
+        results[name] = torch.zeros((batch, room), dtype=torch.float32, device=device)
+    if top_logprobs:
+        results["top_ids"] = torch.zeros((batch, room, top_logprobs), dtype=torch.int64, device=device)
+        results["top_logprobs"] = results["top_ids"].float()
     lengths = torch.zeros(batch, dtype=torch.int64, device=device)
     valid = torch.ones(batch, dtype=torch.bool, device=device)
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
     eos_tensor = torch.tensor(eos, dtype=torch.int64, device=device)
 
+    def shown(count: int) -> torch.Tensor:
+        """The first `count` new tokens of each sequence, the pad token after its end."""
+        kept = torch.arange(count, device=device) < lengths[:, None]
+        return torch.where(kept, sequences[:, prompt_length : prompt_length + count], pad)
+
     if batch and limit:
-        longest = prompt_length if mask is None else int(mask.sum(dim=-1).max())
-        _check_positions(model, longest, limit)
-        first = ids[0] if mask is None else ids[0][mask[0] != 0]
-        head = verify_lm_head(model, head, first)
         backbone = Backbone(model)
         if mask is None:
             positions = torch.arange(prompt_length, device=device).expand(batch, -1)
@@ -191,7 +254,6 @@ def generate(
             positions = (mask.cumsum(dim=-1) - 1).clamp_min(0)
             mask = _widen(mask, room, 1)
         cache = None
-        controls = head.sample_arguments() | {"noise_scheme": noise_scheme, "impl": impl}
 
         with torch.no_grad():
             for step in range(limit):
@@ -201,55 +263,61 @@ def generate(
                     room += more
                     sequences = _widen(sequences, more, _FILLER)
                     mask = None if mask is None else _widen(mask, more, 1)
-                    logprobs = None if logprobs is None else _widen(logprobs, more, 0.0)
+                    results = {name: _widen(kept, more, 0) for name, kept in results.items()}
                 step_mask = None if mask is None else mask[:, :length]
                 hidden, cache = backbone(sequences[:, :length], step_mask, positions, cache)
                 drawn = sample(
                     hidden[:, -1].to(head_device, head.weight.dtype),
                     head.weight,
-                    temperature,
                     seed=seeds,
                     position=step,
-                    return_logprobs=return_logprobs,
-                    **controls,
+                    noise_scheme=noise_scheme,
+                    impl=impl,
+                    **wanted,
+                    **controls.at(step, sequences[:, prompt_length:length], shown),
                 )
                 # Nothing below may depend on a value on the host: that would make it wait for the GPU.
                 drawn_valid = drawn.valid.to(device)
                 going = ~finished & drawn_valid
                 step_tokens = torch.where(going, drawn.ids.to(device), _FILLER)
-                step_logprobs = torch.where(going, drawn.logprobs.to(device), 0.0) if return_logprobs else None
                 sequences[:, length] = step_tokens
-                if logprobs is not None:
-                    logprobs[:, step] = step_logprobs
+                of_step = {
+                    name: _where(going, getattr(drawn, name).to(device), _AFTER_THE_END[name]) for name in results
+                }
+                for name, value in of_step.items():
+                    results[name][:, step] = value
                 lengths += going
                 valid &= drawn_valid | finished
                 # A new tensor each time: the callback may keep the old one.
                 finished = finished | ~drawn_valid | (step_tokens[:, None] == eos_tensor).any(dim=-1)
 
                 if callback is not None:
-                    on_cpu = None if step_logprobs is None else step_logprobs.cpu()
-                    shown = torch.where(going, step_tokens, pad).cpu()
-                    if callback(GenerateStep(step, shown, on_cpu, finished.cpu())):
+                    logprobs = of_step["logprobs"].cpu() if return_logprobs else None
+                    ids_of_step = torch.where(going, step_tokens, pad).cpu()
+                    if callback(GenerateStep(step, ids_of_step, logprobs, finished.cpu())):
                         break
                 ask = device.type == "cpu" or callback is not None or (eos and (step + 1) % _STEPS_PER_STOP_CHECK == 0)
                 if ask and bool(finished.all()):
                     break
                 positions = positions[:, -1:] + 1
 
-    used = int(lengths.max()) if batch else 0
-    kept = torch.arange(used, device=device) < lengths[:, None]
-    new_tokens = torch.where(kept, sequences[:, prompt_length : prompt_length + used], pad)
+    new_tokens = shown(int(lengths.max()) if batch else 0)
     return GenerateOutput(
         sequences=torch.cat([ids, new_tokens], dim=-1),
         new_tokens=new_tokens,
-        logprobs=None if logprobs is None else logprobs[:, :used],
         lengths=lengths,
         valid=valid,
+        **{name: results[name][:, : new_tokens.shape[1]] if name in results else None for name in _AFTER_THE_END},
     )
 
 
 def _widen(tensor: torch.Tensor, columns: int, value: float) -> torch.Tensor:
-    return torch.cat([tensor, tensor.new_full((len(tensor), columns), value)], dim=-1)
+    return torch.cat([tensor, tensor.new_full((len(tensor), columns, *tensor.shape[2:]), value)], dim=1)
+
+
+def _where(rows: torch.Tensor, value: torch.Tensor, other: float) -> torch.Tensor:
+    """`value` `[B]` or `[B, k]` in the rows that `rows` `[B]` names, `other` elsewhere."""
+    return torch.where(rows if value.dim() == 1 else rows[:, None], value, other)
 
 
 def _check_positions(model: torch.nn.Module, prompt: int, new: int) -> None:
@@ -314,65 +382,8 @@ def _integers(tensor: Any, name: str, bool_too: bool = False) -> None:
         raise ValueError(f"{name}: expected dtype {', '.join(str(d) for d in allowed)}, got {tensor.dtype}")
 
 
-def _count(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{name}: expected an integer >= 0, got {value!r}")
-    return value
-
-
-def _temperature(temperature: Any, batch: int, device: torch.device) -> float | torch.Tensor:
-    given = temperature.to(device) if isinstance(temperature, torch.Tensor) else temperature
-    per_row, value = arguments.check_temperature(given, batch, device)
-    return value if per_row is None else per_row
-
-
 def _seeds(seed: Any, batch: int, device: torch.device) -> torch.Tensor:
     # Fresh seeds are drawn once per call: `position` already makes the steps differ.
     given = seed.to(device) if isinstance(seed, torch.Tensor) else seed
     per_row, value = arguments.check_seed(given, batch, device)
     return row_seeds(value, batch, device) if per_row is None else per_row
-
-
-def _setting(model: torch.nn.Module, name: str) -> Any:
-    value = getattr(getattr(model, "generation_config", None), name, None)
-    return value if value is not None else getattr(model.config, name, None)
-
-
-def _eos_tokens(model: torch.nn.Module, eos_token_id: Any) -> list[int]:
-    value = _setting(model, "eos_token_id") if eos_token_id == "model" else eos_token_id
-    if value is None:
-        return []
-    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    return [_count(v, "eos_token_id") for v in values]
-
-
-def _pad_token(model: torch.nn.Module, pad_token_id: Any, eos: list[int]) -> int:
-    value = _setting(model, "pad_token_id") if pad_token_id == "model" else pad_token_id
-    # Some configs say -1 for "none".
-    if value is None or (pad_token_id == "model" and value == -1):
-        return eos[0] if eos else 0
-    return _count(value, "pad_token_id")
-
-
-def _warn_of_settings(
-    model: torch.nn.Module, prompt_length: int, new_tokens: int, temperature: float | torch.Tensor
-) -> None:
-    config = getattr(model, "generation_config", None)
-    if config is None:
-        return
-    neutral = dict(_UNSUPPORTED_SETTINGS)
-    if getattr(config, "do_sample", None) and (isinstance(temperature, torch.Tensor) or temperature > 0):
-        neutral |= _UNSUPPORTED_SAMPLING_SETTINGS
-        # An argument other than the default overrides the setting, as it would in transformers.
-        if not isinstance(temperature, torch.Tensor) and temperature == 1.0:
-            neutral["temperature"] = (None, 1.0)
-    if new_tokens == _DEFAULT_NEW_TOKENS:
-        neutral["max_new_tokens"] = (None, new_tokens)
-        if getattr(config, "max_new_tokens", None) is None:
-            neutral["max_length"] = (None, _DEFAULT_NEW_TOKENS, prompt_length + new_tokens)
-    found = [n for n, values in neutral.items() if getattr(config, n, None) not in values]
-    if found:
-        warnings.warn(
-            f"fmms.generate does not apply these settings of the model's generation_config: {', '.join(found)}",
-            stacklevel=3,
-        )

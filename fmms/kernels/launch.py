@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fmms import device as device_facts
 from fmms import reference
-from fmms.kernels import edits, select, stage1, stage2, stored
+from fmms.kernels import edits, select, stage1, stage2, stored, tile
 from fmms.request import Request, Results
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -29,6 +29,9 @@ TILE_RESULTS = 1 << 24
 
 CANDIDATE_GROUPS = 1 << 20 if INTERPRETED else 128
 """Groups of 32 tokens that truncation keeps in registers; more candidates than these are read again in each step."""
+
+STORED_IDS = 1 << 20 if INTERPRETED else 1024
+"""Most ids of a tile of stored logits."""
 
 
 @dataclass(frozen=True)
@@ -132,34 +135,41 @@ class _Launch:
     def __init__(self, request: Request, tiles: Tiles):
         self.request, self.tiles = request, tiles
         self.rows, self.vocab = request.rows, request.vocab
-        self.row_tiles = triton.cdiv(self.vocab, tiles.block_v)
+        self.n_tiles = triton.cdiv(self.vocab, tiles.block_v)
         self.n_groups = 4 * triton.cdiv(self.vocab, 128)
         self.stored = request.filters or request.edits
+        self.features = (
+            (tile.BIAS.value if request.bias is not None else 0)
+            | (tile.ALLOWED.value if request.allowed_mask is not None else 0)
+            | (tile.BANNED.value if request.banned_ids is not None else 0)
+            | (tile.ENTROPY.value if request.want_entropy else 0)
+            | (tile.RAW.value if request.want_raw_logprobs else 0)
+            | (tile.LOGITS.value if request.want_logits or request.top_logprobs else 0)
+            | (tile.BAD.value if request.edits else 0)
+        )
         self.logits = self.raw = self.group_max = self.group_sum = self.threshold = self.last_tie = self.bad = None
-        self.row_dot = self.raw_max = self.raw_sum = None
+        self.row_max = self.row_sum = self.row_dot = self.raw_max = self.raw_sum = None
+        self.stand_ins = {}
 
     def run(self) -> Results:
         request = self.request
-        if self.stored or request.want_logits or request.top_logprobs:
+        if self.stored or self.features & tile.LOGITS.value:
             self.logits = self._empty(self.rows, self.vocab)
-        if request.filters:
-            self.group_max, self.group_sum = (self._empty(self.rows, self.n_groups) for _ in range(2))
         if request.want_raw_logprobs:
             self.raw = self._empty(self.rows, self.vocab) if self.stored else None
-            self.raw_max, self.raw_sum = (self._empty(self.row_tiles, self.rows) for _ in range(2))
-        if self.stored:
-            self.row_max, self.row_sum = (self._empty(self.row_tiles, self.rows) for _ in range(2))
+            self.raw_max, self.raw_sum = (self._empty(self.n_tiles, self.rows) for _ in range(2))
         if request.want_entropy:
-            self.row_dot = self._empty(self.row_tiles, self.rows)
+            self.row_dot = self._empty(self.n_tiles, self.rows)
+        draw_tiles = self.n_tiles
         if self.stored:
-            self._fused_head(None)
+            self.group_max, self.group_sum = (self._empty(self.rows, self.n_groups) for _ in range(2))
+            self.row_max, self.row_sum = (self._empty(self.n_tiles, self.rows) for _ in range(2))
+            self._fused_head(None, 0, 0, None, None)
             if request.edits:
                 self._edit()
             if request.filters:
                 self._cut()
             draw_tiles = triton.cdiv(self.vocab, self._stored_blocks()[1])
-        else:
-            draw_tiles = self.row_tiles
         at_once = max(1, TILE_RESULTS // (draw_tiles * self.rows))
         parts = [
             self._draw(draw_tiles, first, min(at_once, request.samples - first))
@@ -174,17 +184,24 @@ class _Launch:
     def _empty(self, *shape, dtype=torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.request.device)
 
+    def _pointer(self, tensor: torch.Tensor | None, dtype=torch.float32) -> torch.Tensor:
+        """The tensor, or one in its place that no kernel reads or writes: a missing pointer would be another type, and
+        so another compilation."""
+        if tensor is not None:
+            return tensor
+        if dtype not in self.stand_ins:
+            self.stand_ins[dtype] = self._empty(1, dtype=dtype)
+        return self.stand_ins[dtype]
+
     def _stored_blocks(self) -> tuple[int, int]:
         """Rows and ids of a tile of stored logits."""
         if INTERPRETED:
             block_h = min(64, triton.next_power_of_2(self.rows))
-            return block_h, min((1 << 17) // block_h, max(128, triton.next_power_of_2(self.vocab)))
+            return block_h, min(STORED_IDS, (1 << 17) // block_h, max(128, triton.next_power_of_2(self.vocab)))
         # the noise of 1,024 tokens would spill
-        return 1, 1024 if self.request.scheme == "group" else 256
+        return 1, STORED_IDS if self.request.scheme == "group" else min(256, STORED_IDS)
 
-    def _fused_head(
-        self, draws: dict | None, first_sample: int = 0, count: int = 1, gumbels=None, uniforms=None
-    ) -> None:
+    def _fused_head(self, draws: dict | None, first_sample: int, count: int, gumbels, uniforms) -> None:
         """The matmul; with `draws` also the draw, else the stored logits and their summaries."""
         request, tiles, hidden, weight = self.request, self.tiles, self.request.hidden, self.request.weight
         hidden_operand, weight_operand = hidden, weight
@@ -192,34 +209,41 @@ class _Launch:
             hidden_operand = TensorDescriptor.from_tensor(hidden, [tiles.block_h, tiles.block_d])
             weight_operand = TensorDescriptor.from_tensor(weight, [tiles.block_v, tiles.block_d])
         hidden_tiles = triton.cdiv(self.rows, tiles.block_h)
-        programs = self.row_tiles
+        programs = self.n_tiles
         if request.device.type == "cuda":
             sm_count = device_facts.facts(request.device).sm_count
             programs = min(programs, max(1, sm_count * tiles.programs_per_sm // hidden_tiles))
+        extras = [None] * 3
+        logits, raw, dot, raw_max, raw_sum, out_raw = self.logits, None, None, None, None, None
+        if self.features:
+            bias = None if request.bias is None else request.bias.float()
+            extras = [
+                self._pointer(bias),
+                self._pointer(request.allowed_mask, torch.int32),
+                self._pointer(request.banned_ids, torch.int64),
+            ]
+            logits, raw, dot, raw_max, raw_sum = (
+                self._pointer(x) for x in (self.logits, self.raw, self.row_dot, self.raw_max, self.raw_sum)
+            )
+        key = token = logit = None
+        row_max, row_sum, group_max, group_sum = self.row_max, self.row_sum, self.group_max, self.group_sum
         if draws is not None:
-            row_max, row_sum = draws["max"], draws["sum"]
-        elif request.edits:  # they are summarised once they are edited
-            row_max = row_sum = None
-        else:
-            row_max, row_sum = self.row_max, self.row_sum
-        draws = draws or {"key": None, "id": None, "logit": None, "raw": None}
-        first = first_sample == 0  # what later passes over the weight need not write again
-        mask = request.allowed_mask
+            key, token, logit, row_max, row_sum = (draws[name] for name in ("key", "id", "logit", "max", "sum"))
+            out_raw = self._pointer(draws["raw"]) if self.features else None
+            raw = group_max = group_sum = None
         # one dimension: the others end at 65,535, which 2 million rows exceed
         stage1.fused_head[(programs * hidden_tiles,)](
-            hidden_operand, weight_operand, request.bias, mask, request.banned_ids,
+            hidden_operand, weight_operand, self.features, *extras,
             request.temperature, request.seeds, request.positions, gumbels, uniforms,
-            self.logits if first else None, self.raw, None if request.edits else self.group_max,
-            None if request.edits else self.group_sum, row_max, row_sum, None if row_max is None else self.row_dot,
-            self.raw_max, self.raw_sum, draws["key"], draws["id"], draws["logit"], draws["raw"],
+            logits, raw, group_max, group_sum, row_max, row_sum, dot, raw_max, raw_sum, key, token, logit, out_raw,
             self.rows, self.vocab, hidden.shape[1], count, hidden.stride(0), weight.stride(0),
-            0 if mask is None else mask.stride(0), 0 if gumbels is None else gumbels.shape[-1], self.n_groups,
-            self.row_tiles, request.temperature_value, request.seed_value, request.position_value, first_sample,
-            request.logit_scale, request.softcap,
+            0 if request.allowed_mask is None else request.allowed_mask.stride(0),
+            0 if gumbels is None else gumbels.shape[-1], self.n_groups, self.n_tiles, request.temperature_value,
+            request.seed_value, request.position_value, first_sample, request.logit_scale, request.softcap,
             BLOCK_H=tiles.block_h, BLOCK_V=tiles.block_v, BLOCK_D=tiles.block_d,
             EVEN_D=hidden.shape[1] % tiles.block_d == 0, TMA=tiles.tma, VOCAB_ON_M=tiles.vocab_on_m,
-            GROUPED=request.scheme == "group" or self.group_max is not None, UPCAST=INTERPRETED,
-            SOFTCAP=request.softcap != 0.0, DRAW=draws["key"] is not None,
+            GROUPED=request.scheme == "group" or self.stored, UPCAST=INTERPRETED, SOFTCAP=request.softcap != 0.0,
+            DRAW=draws is not None, GENERAL=self.features != 0,
             **({} if INTERPRETED else stage1_options(tiles)),
         )  # fmt: skip
 
@@ -235,8 +259,7 @@ class _Launch:
             )  # fmt: skip
         block_h, block_v = self._stored_blocks()
         n_tiles = triton.cdiv(self.vocab, block_v)
-        self.row_max, self.row_sum = (self._empty(n_tiles, self.rows) for _ in range(2))
-        self.row_dot = None if self.row_dot is None else self._empty(n_tiles, self.rows)
+        self.row_max, self.row_sum, self.row_dot = (self._empty(n_tiles, self.rows) for _ in range(3))
         stored.summarise[(n_tiles, triton.cdiv(self.rows, block_h))](
             self.logits, request.temperature, request.temperature_value, self.group_max, self.group_sum,
             self.row_max, self.row_sum, self.row_dot, self.rows, self.vocab, self.n_groups,
@@ -247,10 +270,18 @@ class _Launch:
         """Where truncation cuts each row."""
         request = self.request
         self.threshold, self.last_tie = self._empty(self.rows), self._empty(self.rows, dtype=torch.int32)
+        units = self._empty(self.rows, self.n_groups, dtype=torch.int32)
         groups = triton.next_power_of_2(self.n_groups)
+        given = (
+            (select.TOP_K.value if request.top_k is not None else 0)
+            | (select.TOP_P.value if request.top_p is not None else 0)
+            | (select.MIN_P.value if request.min_p is not None else 0)
+        )
         select.cut_rows[(self.rows,)](
-            self.logits, self.group_max, self.group_sum, request.temperature, request.top_k, request.top_p,
-            request.min_p, self._empty(self.rows, self.n_groups, dtype=torch.int32), self.threshold, self.last_tie,
+            self.logits, self.group_max, self.group_sum, request.temperature, given,
+            units if request.top_k is None else request.top_k,
+            *(self.group_max if share is None else share for share in (request.top_p, request.min_p)),
+            units, self.threshold, self.last_tie,
             self.vocab, self.n_groups, request.temperature_value, request.top_k_value, request.top_p_value,
             request.min_p_value, MIN_P_FIRST=request.filter_order == "min_p_first",
             JOINT=request.filter_order == "joint", BLOCK_G=groups, BLOCK_U=min(groups, CANDIDATE_GROUPS),
@@ -270,16 +301,17 @@ class _Launch:
             "logit": self._empty(n_tiles, count, self.rows),
             "max": self._empty(n_tiles, self.rows),
             "sum": self._empty(n_tiles, self.rows),
-            "raw": self._empty(n_tiles, count, self.rows) if self.raw_max is not None and not self.stored else None,
+            "raw": self._empty(n_tiles, count, self.rows) if request.want_raw_logprobs and not self.stored else None,
         }
         if self.stored:
             block_h, block_v = self._stored_blocks()
             stored.draw[(n_tiles, triton.cdiv(self.rows, block_h))](
-                self.logits, self.threshold, self.last_tie, request.temperature, request.seeds, request.positions,
-                gumbels, uniforms, draws["max"], draws["sum"], draws["key"], draws["id"], draws["logit"],
-                self.rows, self.vocab, count, 0 if gumbels is None else gumbels.shape[-1], request.temperature_value,
-                request.seed_value, request.position_value, first, BLOCK_H=block_h, BLOCK_V=block_v,
-                GROUPED=request.scheme == "group", **self._options(OPTIONS),
+                self.logits, self.group_max, self.threshold, self.last_tie, request.temperature, request.seeds,
+                request.positions, gumbels, uniforms, draws["max"], draws["sum"], draws["key"], draws["id"],
+                draws["logit"],
+                self.rows, self.vocab, count, self.n_groups, 0 if gumbels is None else gumbels.shape[-1],
+                request.temperature_value, request.seed_value, request.position_value, first, BLOCK_H=block_h,
+                BLOCK_V=block_v, GROUPED=request.scheme == "group", **self._options(OPTIONS),
             )  # fmt: skip
         else:
             self._fused_head(draws, first, count, gumbels, uniforms)
@@ -287,31 +319,37 @@ class _Launch:
 
     def _reduce(self, draws: dict, n_tiles: int, count: int) -> dict:
         request = self.request
-
-        def wanted(want: bool, *shape):
-            return self._empty(*shape) if want else None
-
         out = {
             "ids": self._empty(self.rows, count, dtype=torch.int64),
-            "logprobs": wanted(request.want_logprobs, self.rows, count),
-            "raw_logprobs": wanted(request.want_raw_logprobs, self.rows, count),
-            "final_logprobs": wanted(request.want_final_logprobs, self.rows, count),
+            "logprobs": self._empty(self.rows, count),
             "lse": self._empty(self.rows),
             "max_logit": self._empty(self.rows),
-            "log_total": wanted(request.top_logprobs > 0, self.rows),
-            "entropy": wanted(request.want_entropy, self.rows),
             "valid": self._empty(self.rows, dtype=torch.bool),
+            "raw_logprobs": None,
+            "final_logprobs": None,
+            "log_total": None,
+            "entropy": None,
         }
-        row_max, row_sum = (self.row_max, self.row_sum) if self.stored else (None, None)
-        row_tiles = n_tiles if row_max is None else row_max.shape[0]
+        general = self.features != 0 or request.want_final_logprobs
+        extras = [None] * 6
+        if general:
+            out["raw_logprobs"] = self._empty(self.rows, count) if request.want_raw_logprobs else self._pointer(None)
+            out["final_logprobs"] = self._empty(self.rows, count)
+            out["log_total"], out["entropy"] = self._empty(self.rows), self._empty(self.rows)
+            extras = [
+                *(self._pointer(x) for x in (self.row_dot, self.raw_max, self.raw_sum, self.raw)),
+                self._pointer(self.bad, torch.bool), self._pointer(request.banned_ids, torch.int64),
+            ]  # fmt: skip
+        in_raw = self._pointer(draws["raw"]) if general else None
+        row_tiles = n_tiles if self.row_max is None else self.row_max.shape[0]
+        most_tiles = max(n_tiles, row_tiles, self.n_tiles)
         block = 512 if INTERPRETED else 1
         stage2.reduce_tiles[(triton.cdiv(self.rows * count, block),)](
-            draws["key"], draws["id"], draws["logit"], draws["raw"], draws["max"], draws["sum"],
-            row_max, row_sum, self.row_dot, self.raw_max, self.raw_sum, self.raw, self.bad, request.banned_ids,
-            request.temperature, request.temperature_value, *out.values(),
-            self.rows, self.vocab, count, n_tiles, row_tiles, self.row_tiles,
-            BLOCK_DRAWS=block, BLOCK_TILES=min(1024, max(16, triton.next_power_of_2(max(n_tiles, self.row_tiles)))),
-            **self._options(OPTIONS),
+            self.features, draws["key"], draws["id"], draws["logit"], in_raw, draws["max"], draws["sum"],
+            self.row_max, self.row_sum, *extras, request.temperature, request.temperature_value, *out.values(),
+            self.rows, self.vocab, count, n_tiles, row_tiles, self.n_tiles,
+            BLOCK_DRAWS=block, BLOCK_TILES=min(1024, max(16, triton.next_power_of_2(most_tiles))),
+            GENERAL=general, STORED=self.stored, **self._options(OPTIONS),
         )  # fmt: skip
         return out
 
@@ -327,13 +365,13 @@ class _Launch:
             top_logprobs = torch.where(valid, (relative - found["log_total"][:, None]).float(), torch.nan)
         return Results(
             ids=found["ids"],
-            logprobs=found["logprobs"],
-            raw_logprobs=found["raw_logprobs"],
-            final_logprobs=found["final_logprobs"],
+            logprobs=found["logprobs"] if request.want_logprobs else None,
+            raw_logprobs=found["raw_logprobs"] if request.want_raw_logprobs else None,
+            final_logprobs=found["final_logprobs"] if request.want_final_logprobs else None,
             lse=found["lse"],
             max_logit=found["max_logit"],
             valid=found["valid"],
-            entropy=found["entropy"],
+            entropy=found["entropy"] if request.want_entropy else None,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
             logits=self.logits if request.want_logits else None,

@@ -33,15 +33,20 @@ def _weights(x, largest, inv_t):
 
 @triton.jit
 def _candidates(row_logits, units, n_units, start, V, BLOCK_U: tl.constexpr):
-    """Order keys, ids and logits `[BLOCK_U * 32]` of the members of the listed groups from the start-th on; -inf past
+    """Order keys, ids and logits `[BLOCK_U, 32]` of the members of the listed groups from the start-th on; -inf past
     their end."""
     at = start + tl.arange(0, BLOCK_U)
     here = at < n_units
     unit = tl.load(units + at, mask=here, other=0)
     ids = ep.member_id(unit[:, None], tl.arange(0, 32)[None, :])
     x = tl.load(row_logits + ids, mask=here[:, None] & (ids < V), other=float("-inf"))
-    ids, x = tl.reshape(ids, (BLOCK_U * 32,)), tl.reshape(x, (BLOCK_U * 32,))
     return order_key(x), ids, x
+
+
+@triton.jit
+def _sum(x):
+    """Sum of a vector or a matrix."""
+    return tl.sum(tl.sum(x, 1), 0) if len(x.shape) == 2 else tl.sum(x, 0)
 
 
 @triton.jit
@@ -49,9 +54,9 @@ def _measure(key, weight, least, COUNT: tl.constexpr):
     """Number or weight (fp64 both) of the tokens whose key is at least `least`."""
     least = least.to(tl.int32)
     if COUNT:
-        found = tl.sum((key >= least).to(tl.int32), 0).to(tl.float64)
+        found = _sum((key >= least).to(tl.int32)).to(tl.float64)
     else:
-        found = tl.sum(tl.where(key >= least, weight, 0.0).to(tl.float64), 0)
+        found = _sum(tl.where(key >= least, weight, 0.0).to(tl.float64))
     return found
 
 
@@ -97,40 +102,45 @@ def _last_tie(row_logits, units, n_units, V, key, ids, cut, wanted, equal, BLOCK
     if wanted < equal:
         while high - low > 1:
             middle = (low + high) >> 1
-            found = tl.sum(((key == cut) & (ids <= middle)).to(tl.int32), 0)
+            found = _sum(((key == cut) & (ids <= middle)).to(tl.int32))
             for start in range(BLOCK_U, n_units, BLOCK_U):
                 k, i, _ = _candidates(row_logits, units, n_units, start, V, BLOCK_U)
-                found += tl.sum(((k == cut) & (i <= middle)).to(tl.int32), 0)
+                found += _sum(((k == cut) & (i <= middle)).to(tl.int32))
             enough = found.to(tl.float64) >= wanted
             high = tl.where(enough, middle, high)
             low = tl.where(enough, low, middle)
     return high
 
 
-@triton.jit
-def _scalar(tensor, row, value):
-    if tensor is None:
-        return row * 0 + value  # a tensor, whatever the caller's number is
-    else:
-        return tl.load(tensor + row)
+TOP_K, TOP_P, MIN_P = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+"""Bits of `given`: which controls come per row."""
 
 
-@triton.jit(do_not_specialize=["top_k_value", "n_groups"])
+@triton.jit(do_not_specialize=["top_k_value", "n_groups", "given"])
 def cut_rows(
-    logits, group_max, group_sum, temperature, top_k, top_p, min_p, units, threshold, last_tie,
+    logits, group_max, group_sum, temperature, given, top_k, top_p, min_p, units, threshold, last_tie,
     V, n_groups, temperature_value, top_k_value, top_p_value, min_p_value,
     MIN_P_FIRST: tl.constexpr, JOINT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_U: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows,). From logits fp32 [H, V] and the summaries fp32 [H, n_groups] of their groups, with per-row
-    controls (or None: the scalar): threshold fp32 [H], the least logit kept (NaN if a control is invalid), and last_tie
-    int32 [H], the last id kept among logits equal to it. units int32 [H, n_groups] is scratch."""
+    """Grid: (rows,). From logits fp32 [H, V] and the summaries fp32 [H, n_groups] of their groups, with controls per
+    row (temperature unless it is None, top_k int32 [H], top_p and min_p fp32 [H] as the bits of given say) or as
+    scalars: threshold fp32 [H], the least logit kept (NaN if a control is invalid), and last_tie int32 [H], the last id
+    kept among logits equal to it. units int32 [H, n_groups] is scratch."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * V
     units += row * n_groups
-    t = _scalar(temperature, row, temperature_value).to(tl.float32)
-    k = _scalar(top_k, row, top_k_value).to(tl.int32)
-    p = _scalar(top_p, row, top_p_value).to(tl.float32)
-    least_p = _scalar(min_p, row, min_p_value).to(tl.float32)
+    t = (row * 0 + temperature_value).to(tl.float32)  # tensors, whatever the caller's numbers are
+    k = (row * 0 + top_k_value).to(tl.int32)
+    p = (row * 0 + top_p_value).to(tl.float32)
+    least_p = (row * 0 + min_p_value).to(tl.float32)
+    if temperature is not None:
+        t = tl.load(temperature + row)
+    if (given & TOP_K) != 0:
+        k = tl.load(top_k + row)
+    if (given & TOP_P) != 0:
+        p = tl.load(top_p + row)
+    if (given & MIN_P) != 0:
+        least_p = tl.load(min_p + row)
     inv_t = ep.inverse_temperature(t)
     bad = (k < -1) | ~((p >= 0.0) & (p <= 1.0)) | ~((least_p >= 0.0) & (least_p <= 1.0))
     by_count, by_mass, by_weight = (k > 0) & (k < V), p < 1.0, least_p > 0.0
@@ -215,10 +225,10 @@ def cut_rows(
         if by_mass:
             if (not JOINT) & (base_cut > bottom):
                 above, mass, equal = _at(row_logits, units, n_units, V, largest, inv_t, key, weight, base_cut, BLOCK_U)
-                kept = tl.sum(((key == base_cut) & (ids <= base_tie)).to(tl.int32), 0).to(tl.float64)
+                kept = _sum(((key == base_cut) & (ids <= base_tie)).to(tl.int32)).to(tl.float64)
                 for start in range(BLOCK_U, n_units, BLOCK_U):
                     more, i, _ = _candidates(row_logits, units, n_units, start, V, BLOCK_U)
-                    kept += tl.sum(((more == base_cut) & (i <= base_tie)).to(tl.int32), 0).to(tl.float64)
+                    kept += _sum(((more == base_cut) & (i <= base_tie)).to(tl.int32)).to(tl.float64)
                 mass += kept * _weights(from_order_key(base_cut.to(tl.int32)), largest, inv_t).to(tl.float64)
             target = p * mass
             mass_cut = _bisect(

@@ -60,27 +60,33 @@ def raw_logits(
 
 # arguments that change from call to call must not select another compilation by being 1 or a multiple of 16
 @triton.jit(
-    do_not_specialize=["H", "n_tiles", "noise_width", "seed_value", "position_value", "first_sample", "n_groups"]
-)
+    do_not_specialize=[
+        "H", "n_tiles", "noise_width", "seed_value", "position_value", "first_sample", "n_groups", "features",
+        "stride_allowed",
+    ]
+)  # fmt: skip
 def fused_head(
-    hidden, weight, bias, allowed, banned, temperature, seeds, positions, gumbels, uniforms,
+    hidden, weight, features, bias, allowed, banned, temperature, seeds, positions, gumbels, uniforms,
     logits, raw, group_max, group_sum, out_max, out_sum, out_dot, raw_max, raw_sum,
     out_key, out_id, out_logit, out_raw,
     H, V, D, S, stride_h, stride_w, stride_allowed, noise_width, n_groups, n_tiles,
     temperature_value, seed_value: tl.int64, position_value: tl.int64, first_sample, logit_scale, softcap,
     BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
     TMA: tl.constexpr, VOCAB_ON_M: tl.constexpr, GROUPED: tl.constexpr, UPCAST: tl.constexpr, SOFTCAP: tl.constexpr,
-    DRAW: tl.constexpr,
+    DRAW: tl.constexpr, GENERAL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (programs * hidden tiles,), the hidden tiles of a program side by side so that they share weight tiles in
-    the cache. A pointer that is None is a control or a result that was not asked for.
+    the cache.
 
-    hidden [H, D], weight [V, D] (pointers, or tensor descriptors if TMA), bias [V]; allowed int32 [H, words], banned
-    int64 [H]; temperature fp32 [H], seeds and positions int64 [H], or None: then the scalar holds for all rows (a seed
-    through SplitMix64). gumbels, uniforms: injected noise [H, S, noise_width]. Written: logits (processed) and raw
-    (before bias and masks) fp32 [H, V]; group_max, group_sum fp32 [H, n_groups]; out_max, out_sum, out_dot, raw_max and
-    raw_sum fp32 [n_tiles, H]; if DRAW also out_key fp64 (relative to out_max), out_id int32, out_logit and out_raw fp32
-    [n_tiles, S, H].
+    hidden [H, D], weight [V, D] (pointers, or tensor descriptors if TMA); temperature fp32 [H], seeds and positions
+    int64 [H], or None: then the scalar holds for all rows (a seed through SplitMix64); gumbels, uniforms: None or
+    injected noise [H, S, noise_width]. Written: out_max, out_sum fp32 [n_tiles, H]; if DRAW out_key fp64 (relative to
+    out_max), out_id int32 and out_logit fp32 [n_tiles, S, H]; if not DRAW logits (processed) fp32 [H, V], group_max and
+    group_sum fp32 [H, n_groups].
+
+    If GENERAL, as far as the bits of features (`tile.py`) ask for it: bias fp32 [V], allowed int32 [H, words], banned
+    int64 [H]; written: out_dot, raw_max and raw_sum fp32 [n_tiles, H]; if DRAW out_raw fp32 [n_tiles, S, H] and logits,
+    if not DRAW raw (before bias and masks) fp32 [H, V].
     """
     hidden_tiles = tl.cdiv(H, BLOCK_H)
     first_row = (tl.program_id(0) % hidden_tiles) * BLOCK_H
@@ -100,35 +106,42 @@ def fused_head(
             BLOCK_D, EVEN_D, TMA, VOCAB_ON_M, UPCAST, SOFTCAP,
         )  # fmt: skip
         x = r
-        if bias is not None:
-            x += tl.load(bias + tokens, mask=tokens < V, other=0.0).to(tl.float32)[None, :]
-        x = on_tile.mask_logits(x, rows, live, tokens, V, allowed, stride_allowed, banned)
+        if GENERAL:
+            if (features & on_tile.BIAS) != 0:
+                x += tl.load(bias + tokens, mask=tokens < V, other=0.0)[None, :]
+        x = on_tile.mask_logits(x, rows, live, tokens, V, features, allowed, stride_allowed, banned, GENERAL)
         where = rows.to(tl.int64)[:, None] * V + tokens[None, :]
         inside = live[:, None] & (tokens < V)[None, :]
-        if logits is not None:
+        if not DRAW:
             tl.store(logits + where, x, mask=inside)
-        if raw is not None:
-            tl.store(raw + where, r, mask=inside)
-        if raw_max is not None:
-            masked = tl.where((tokens < V)[None, :], r, float("-inf"))
-            one = tl.full(rows.shape, 1.0, tl.float64)
-            m = tl.max(masked, 1)
-            total = tl.sum(ep.exp_weights(masked, m[:, None], one[:, None]), 1)
-            on_tile.store_statistics(masked, m, total, one, tile, rows, live, H, raw_max, raw_sum, None)
-        if out_max is not None:
-            p, g_max, g_sum = x, x, x
-            if GROUPED:
-                p, g_max, g_sum = on_tile.summarise_groups(x, inv_t)
-                m, total = on_tile.summarise_tile(g_max, g_sum, inv_t)
-                if group_max is not None:
-                    on_tile.store_groups(g_max, g_sum, first_id, rows, live, n_groups, group_max, group_sum)
-            else:
-                m = tl.max(x, 1)
-                total = tl.sum(ep.exp_weights(x, m[:, None], inv_t[:, None]), 1)
-            on_tile.store_statistics(x, m, total, inv_t, tile, rows, live, H, out_max, out_sum, out_dot)
+        if GENERAL:
             if DRAW:
-                on_tile.store_draws(
-                    x, p, g_max, g_sum, m, tile, first_id, tokens, rows, live, inv_t, greedy, any_greedy, any_drawn,
-                    seed, position, first_sample, gumbels, uniforms, noise_width, r, out_key, out_id, out_logit,
-                    out_raw, H, V, S, GROUPED,
-                )  # fmt: skip
+                if (features & on_tile.LOGITS) != 0:
+                    tl.store(logits + where, x, mask=inside)
+            if (features & on_tile.RAW) != 0:
+                if not DRAW:
+                    tl.store(raw + where, r, mask=inside)
+                own = tl.where((tokens < V)[None, :], r, float("-inf"))
+                one = tl.full(rows.shape, 1.0, tl.float64)
+                own_max = tl.max(own, 1)
+                own_sum = tl.sum(ep.exp_weights(own, own_max[:, None], one[:, None]), 1)
+                on_tile.store_statistics(own_max, own_sum, tile, rows, live, H, raw_max, raw_sum)
+        p, g_max, g_sum = x, x, x
+        if GROUPED:
+            p, g_max, g_sum = on_tile.summarise_groups(ep.to_groups(x), inv_t)
+            m, total = on_tile.summarise_tile(g_max, g_sum, inv_t)
+        else:
+            m = tl.max(x, 1)
+            total = tl.sum(ep.exp_weights(x, m[:, None], inv_t[:, None]), 1)
+        on_tile.store_statistics(m, total, tile, rows, live, H, out_max, out_sum)
+        if GENERAL:
+            if (features & on_tile.ENTROPY) != 0:
+                on_tile.store_dot(x, m, inv_t, tile, rows, live, H, out_dot)
+        if DRAW:
+            on_tile.store_draws(
+                x, p, g_max, g_sum, m, tile, first_id, tokens, rows, live, inv_t, greedy, any_greedy, any_drawn, seed,
+                position, first_sample, gumbels, uniforms, noise_width, features, r, out_key, out_id, out_logit,
+                out_raw, H, V, S, GROUPED, GENERAL,
+            )  # fmt: skip
+        else:
+            on_tile.store_groups(g_max, g_sum, first_id, rows, live, n_groups, group_max, group_sum)

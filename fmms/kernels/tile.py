@@ -8,6 +8,16 @@ import triton.language as tl
 
 from fmms.kernels import epilogue as ep
 
+BIAS = tl.constexpr(1)
+ALLOWED = tl.constexpr(2)
+BANNED = tl.constexpr(4)
+ENTROPY = tl.constexpr(8)
+RAW = tl.constexpr(16)
+LOGITS = tl.constexpr(32)
+BAD = tl.constexpr(64)
+"""Bits of `features`: what a general kernel is asked for at run time. A kernel for every combination would be compiled
+for minutes; one with everything in it would be slower where nothing is asked for, which has kernels of its own."""
+
 
 @triton.jit
 def row_controls(
@@ -30,22 +40,24 @@ def row_controls(
 
 
 @triton.jit
-def mask_logits(x, rows, live, tokens, V, allowed, stride_allowed, banned):
+def mask_logits(x, rows, live, tokens, V, features, allowed, stride_allowed, banned, GENERAL: tl.constexpr):
     """-inf for ids that are no tokens, that the row's bit mask doesn't allow, and for the row's banned token."""
-    keep = tl.broadcast_to((tokens < V)[None, :], x.shape)
-    if allowed is not None:
-        where = allowed + rows.to(tl.int64)[:, None] * stride_allowed + (tokens >> 5)[None, :]
-        word = tl.load(where, mask=live[:, None] & keep, other=0)
-        keep = keep & (((word >> (tokens & 31)[None, :]) & 1) != 0)
-    if banned is not None:
-        keep = keep & (tokens[None, :] != tl.load(banned + rows, mask=live, other=-1)[:, None])
-    return tl.where(keep, x, float("-inf"))
+    x = tl.where((tokens < V)[None, :], x, float("-inf"))
+    if GENERAL:
+        if (features & ALLOWED) != 0:
+            where = allowed + rows.to(tl.int64)[:, None] * stride_allowed + (tokens >> 5)[None, :]
+            word = tl.load(where, mask=live[:, None] & (tokens < V)[None, :], other=0)
+            x = tl.where(((word >> (tokens & 31)[None, :]) & 1) != 0, x, float("-inf"))
+        if (features & BANNED) != 0:
+            never = tl.load(banned + rows, mask=live, other=-1)
+            x = tl.where(tokens[None, :] != never[:, None], x, float("-inf"))
+    return x
 
 
 @triton.jit
-def summarise_groups(x, inv_t):
-    """Weights `[rows, groups, 32]` of the members relative to the group's maximum; maxima and sums `[rows, groups]`."""
-    g = ep.to_groups(x)
+def summarise_groups(g, inv_t):
+    """Of logits `[rows, groups, 32]`: weights of the members relative to the group's maximum, likewise; maxima and sums
+    `[rows, groups]`."""
     m = tl.max(g, 2)
     p = ep.exp_weights(g, tl.expand_dims(m, 2), tl.expand_dims(tl.expand_dims(inv_t, 1), 2))
     return p, m, ep.group_total(p)
@@ -67,15 +79,19 @@ def weighted_logits(x, m, inv_t):
 
 
 @triton.jit
-def store_statistics(x, m, total, inv_t, tile, rows, live, H, out_max, out_sum, out_dot):
-    """A tile's maximum, sum of exponentials and, if asked for, weighted logits, fp32 [n_tiles, H] each."""
+def store_statistics(m, total, tile, rows, live, H, out_max, out_sum):
+    """A tile's maximum and sum of exponentials, fp32 [n_tiles, H] each."""
     # int64: tiles * rows can pass 2**31
     at = tl.zeros_like(rows).to(tl.int64) + tile
-    at = at * H + rows
-    tl.store(out_max + at, m, mask=live)
-    tl.store(out_sum + at, total, mask=live)
-    if out_dot is not None:
-        tl.store(out_dot + at, weighted_logits(x, m, inv_t), mask=live)
+    tl.store(out_max + at * H + rows, m, mask=live)
+    tl.store(out_sum + at * H + rows, total, mask=live)
+
+
+@triton.jit
+def store_dot(x, m, inv_t, tile, rows, live, H, out_dot):
+    """A tile's weighted logits, fp32 [n_tiles, H]."""
+    at = tl.zeros_like(rows).to(tl.int64) + tile
+    tl.store(out_dot + at * H + rows, weighted_logits(x, m, inv_t), mask=live)
 
 
 @triton.jit
@@ -131,10 +147,11 @@ def draw_tokens(x, tile_max, first_id, inv_t, seed, position, sample, gumbels, n
 @triton.jit
 def store_draws(
     x, p, group_max, group_sum, m, tile, first_id, tokens, rows, live, inv_t, greedy, any_greedy, any_drawn, seed,
-    position, first_sample, gumbels, uniforms, noise_width, raw, out_key, out_id, out_logit, out_raw, H, V, S,
-    GROUPED: tl.constexpr,
+    position, first_sample, gumbels, uniforms, noise_width, features, raw, out_key, out_id, out_logit, out_raw,
+    H, V, S, GROUPED: tl.constexpr, GENERAL: tl.constexpr,
 ):  # fmt: skip
-    """The best key of each row and draw in this tile with its id, logit and raw logit, [n_tiles, S, H] each."""
+    """The best key of each row and draw in this tile with its id, logit and (if RAW is among the features) raw logit,
+    [n_tiles, S, H] each."""
     for s in range(S):
         key = tl.full(rows.shape, float("-inf"), tl.float64)
         best_id = tl.full(rows.shape, ep.NO_TOKEN, tl.int32)
@@ -158,5 +175,6 @@ def store_draws(
         tl.store(out_key + at, key, mask=live)
         tl.store(out_id + at, best_id, mask=live)
         tl.store(out_logit + at, ep.value_at(x, first_id, best_id), mask=live)
-        if out_raw is not None:
-            tl.store(out_raw + at, ep.value_at(raw, first_id, best_id), mask=live)
+        if GENERAL:
+            if (features & RAW) != 0:
+                tl.store(out_raw + at, ep.value_at(raw, first_id, best_id), mask=live)

@@ -374,19 +374,30 @@ def test_bad_arguments_are_named(llama, arguments, message):
 
 
 @pytest.mark.gpu
-def test_no_host_synchronisation_per_step():
+@pytest.mark.parametrize("every_control", [False, True], ids=["plain", "every control"])
+def test_no_host_synchronisation_per_step(every_control):
     model = tiny_models.build("llama", transformers).to("cuda")
-    ids = tiny_models.prompts((0, 0))[0].to("cuda")
+    ids, mask = (x.to("cuda") for x in tiny_models.prompts((0, 3)))
     arguments = {"temperature": 0.7, "seed": 1, "eos_token_id": None}
-    fmms.generate(model, ids, max_new_tokens=8, **arguments)
+    if every_control:
+        allowed = fmms.pack_mask(torch.arange(tiny_models.VOCAB, device="cuda").expand(2, -1) > 5)
+        arguments |= {"temperature": torch.tensor([0.7, 0.0], device="cuda"), "top_p": torch.full((2,), 0.9).cuda()}
+        arguments |= {"top_k": 40, "min_p": 0.01, "min_new_tokens": 5, "eos_token_id": 2000, "logit_bias": {7: -1.0}}
+        arguments |= {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": torch.ones(2).cuda()}
+        arguments |= {"return_logprobs": True, "return_raw_logprobs": True, "return_final_logprobs": True}
+        arguments |= {"return_entropy": True, "top_logprobs": 3, "allowed_mask": lambda step, new: allowed}
+    fmms.generate(model, ids, mask, max_new_tokens=8, **arguments)
 
     def synchronisations(tokens):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            fmms.generate(model, ids, max_new_tokens=tokens, **arguments)
+            fmms.generate(model, ids, mask, max_new_tokens=tokens, **arguments)
         counts = {event.key: event.count for event in profile.key_averages()}
-        return counts.get("aten::_local_scalar_dense", 0)
+        return [counts.get(f"aten::{name}", 0) for name in ("_local_scalar_dense", "nonzero", "masked_select")]
 
-    assert synchronisations(8) == synchronisations(40)
+    # Short of the step at which sequences that may end are asked whether they have.
+    assert synchronisations(3) == synchronisations(15)
+    if not every_control:
+        assert synchronisations(8) == synchronisations(40)
 
 
 @pytest.mark.gpu
@@ -397,3 +408,10 @@ def test_a_gpu_gives_the_tokens_of_the_cpu(llama):
     there = fmms.generate(model, ids.to("cuda"), mask.to("cuda"), max_new_tokens=40, temperature=0)
     assert torch.equal(there.sequences.cpu(), here.sequences)
     assert there.sequences.is_cuda
+
+    controls = {"repetition_penalty": torch.tensor([1.3, 1.0, 0.9, 2.0]), "frequency_penalty": 0.2, "top_logprobs": 2}
+    controls |= {"logit_bias": {5: 2.0}, "min_new_tokens": 20, "top_k": torch.tensor([3, 0, 9, 5]), "temperature": 0}
+    here = fmms.generate(llama, ids, mask, max_new_tokens=40, **controls)
+    there = fmms.generate(model, ids.to("cuda"), mask.to("cuda"), max_new_tokens=40, **controls)
+    assert torch.equal(there.sequences.cpu(), here.sequences)
+    assert torch.equal(there.top_ids.cpu()[..., 0], here.top_ids[..., 0])
