@@ -1,13 +1,12 @@
 """`torch.ops.fmms.sample`: the call as PyTorch's compiler sees it, one opaque operator with a fake.
 
-Its arguments are the fields of `fmms.request.Request` and the implementation, its results those of `Results`.
+Its arguments are a `fmms.request.Request` and the implementation, its results those of `Results`.
 Registered with the low-level library interface: the operator has no autograd formula, and the convenience wrapper
 would cost more host time per call than the launch itself. What was not asked for comes back empty, because an operator
 returns tensors only.
 """
 
 import importlib.util
-from dataclasses import fields
 from functools import cache
 
 import torch
@@ -23,7 +22,7 @@ _TYPES = {
 }  # fmt: skip
 _library = torch.library.Library("fmms", "FRAGMENT")
 _library.define(
-    f"sample({', '.join(f'{_TYPES[field.type]} {field.name}' for field in fields(Request))}, str impl)"
+    f"sample({', '.join(f'{_TYPES[kind]} {name}' for name, kind in Request.__annotations__.items())}, str impl)"
     f" -> ({', '.join(f'Tensor {name}' for name in Results._fields)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -47,7 +46,7 @@ def _sample(*arguments):
     if request.rows == 0:
         return _results(request, None)
     if request.hidden.stride(1) != 1:
-        request = Request(request.hidden.contiguous(), *arguments[1:-1])
+        request = request._replace(hidden=request.hidden.contiguous())
     if resolve(impl, request.device) == "triton":
         found = launch_module(request.device).sample(request)
     else:

@@ -5,7 +5,6 @@ Controls that hold for all rows stay Python scalars (`*_value`), so that the com
 control is a tensor and then its scalar is ignored.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,8 +15,7 @@ LOGIT_BIAS, REPETITION, FREQUENCY, PRESENCE = range(4)
 """Kinds of sparse edits, in the order in which they are applied."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """H rows, a vocabulary of V tokens, S draws per row."""
 
     hidden: torch.Tensor

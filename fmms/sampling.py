@@ -4,7 +4,6 @@ The operator and the choice of implementation are in `fmms/op.py`, the checks in
 in `fmms/reference.py` and `fmms/controls.py` and, fused, in `fmms/kernels/`.
 """
 
-from dataclasses import fields
 from typing import NamedTuple
 
 import torch
@@ -13,8 +12,6 @@ from fmms import arguments
 from fmms import op as _op  # registers torch.ops.fmms.sample
 from fmms.noise import MAX_SAMPLES, group_count
 from fmms.request import FILTER_ORDERS, FREQUENCY, LOGIT_BIAS, PRESENCE, REPETITION, Request, Results
-
-_FIELDS = tuple(field.name for field in fields(Request))
 
 
 class SampleOutput(NamedTuple):
@@ -190,7 +187,7 @@ def sample(
     )
 
     with torch.no_grad():
-        found = Results(*torch.ops.fmms.sample(*(getattr(request, name) for name in _FIELDS), impl))
+        found = Results(*torch.ops.fmms.sample(*request, impl))
 
     def given(wanted: bool, value: torch.Tensor, per_draw: bool = False):
         return (value[:, 0] if per_draw and num_samples is None else value) if wanted else None

@@ -31,7 +31,8 @@ class Backend:
     """Noise scheme of `fmms.reference` whose draws it repeats id by id, if any."""
     top_k: int | None = None
     top_p: float | None = None
-    """Truncation that it applies: the top_k largest logits, then top_p of what is left, renormalised."""
+    min_p: float | None = None
+    """Truncation that it applies: the top_k largest logits, then top_p of what is left, renormalised; and min_p."""
 
     def __call__(self, hidden, weight, temperature, seeds) -> torch.Tensor:
         return self.function(hidden, weight, temperature, seeds)
@@ -91,7 +92,8 @@ def register(
         install: what installs the missing library, such as "pip install flashinfer-python".
         devices: kinds of device that it runs on.
         check: `check(device)` returns why it can't run there, or None.
-        facts: `about`, `returns`, `exact`, `seeded`, `graph`, `scheme`, `top_k`, `top_p` as `Backend` explains them.
+        facts: `about`, `returns`, `exact`, `seeded`, `graph`, `scheme`, `top_k`, `top_p`, `min_p` as `Backend`
+            explains them.
 
     Raises:
         ValueError: neither or both of function and build, or an unknown fact.

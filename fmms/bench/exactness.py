@@ -15,9 +15,12 @@ import numpy as np
 import torch
 
 import fmms
-from fmms import noise, testing
+from fmms import controls, noise, testing
+from fmms.request import FREQUENCY, LOGIT_BIAS, PRESENCE, REPETITION
 
 SCHEMES = ("group", "token")
+CONTROLS = ("truncated", "masked", "penalised")
+"""Kinds of control that the experiments can draw with, see `control_arguments`."""
 WIDTH_BOUND = 1e-3
 """Stated bound on the relative error of a token's interval inside its group, down to 30 nats below the maximum."""
 
@@ -64,7 +67,12 @@ def table(checks, *experiments):
     frame = pd.DataFrame([row for row in checks if row["experiment"] in experiments])
     hidden = ["false_alarm_rate"] + (["experiment"] if len(experiments) == 1 else [])
     frame = frame.drop(columns=hidden).dropna(axis="columns", how="all").rename(columns=lambda c: c.replace("_", " "))
-    return HTML(frame.to_html(index=False, border=0, na_rep="", float_format="{:.3g}".format))
+    return HTML(frame.to_html(index=False, border=0, na_rep="", float_format=_number))
+
+
+def _number(value: float) -> str:
+    """Three digits; counts, which a column with gaps holds as floats, in full."""
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.3g}"
 
 
 def summary(checks) -> str:
@@ -109,46 +117,90 @@ def distributions(vocab_size: int, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
+def control_arguments(kinds, vocab_size: int, rows: int = 1, device="cpu") -> dict:
+    """Arguments of `fmms.sample` for `rows` rows alike: "truncated" by top-k, top-p and min-p, "masked" to three
+    quarters of the tokens without their first, "penalised" for a history in all three ways and with a logit bias."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    mask = torch.rand(1, vocab_size, generator=generator) < 0.75
+    history = torch.randint(vocab_size, (1, min(256, vocab_size // 2)), generator=generator)
+    biased = torch.randint(vocab_size, (4,), generator=generator)
+    arguments = {}
+    if "truncated" in kinds:
+        arguments |= {"top_k": max(2 * vocab_size // 3, 2), "top_p": 0.96, "min_p": 1e-4}
+    if "masked" in kinds:
+        first = int(mask[0].int().argmax())
+        arguments["allowed_mask"] = controls.pack_mask(mask).expand(rows, -1).to(device)
+        arguments["banned_ids"] = torch.full((rows,), first, device=device)
+    if "penalised" in kinds:
+        arguments |= controls.history_edits(history.expand(rows, -1).to(device), None, 1.2, 0.1, 0.15)
+        every = torch.arange(rows, device=device).repeat_interleave(len(biased))
+        arguments["logit_bias"] = every, biased.repeat(rows).to(device), torch.full((len(every),), 1.5, device=device)
+    return arguments
+
+
+def controlled_softmax(logits, kinds=()) -> np.ndarray:
+    """Probabilities fp64 [V] of logits fp32 [V] under `control_arguments`, by the definitions in fmms.controls."""
+    arguments = control_arguments(kinds, len(logits))
+    x = torch.as_tensor(logits, dtype=torch.float32)[None]
+    names = {
+        "logit_bias": LOGIT_BIAS, "repetition_penalty": REPETITION,
+        "frequency_penalty": FREQUENCY, "presence_penalty": PRESENCE,
+    }  # fmt: skip
+    edits = [
+        (*arguments[name], torch.full_like(arguments[name][0], kind))
+        for name, kind in names.items()
+        if name in arguments
+    ]
+    if edits:
+        x, _ = controls.apply_edits(x, *(torch.cat(column) for column in zip(*edits, strict=True)))
+    x, _ = controls.mask_logits(x, arguments.get("allowed_mask"), arguments.get("banned_ids"))
+    filters = {name: arguments[name] for name in ("top_k", "top_p", "min_p") if name in arguments}
+    return softmax(controls.filter_logits(x, 1.0, **filters)[0])
+
+
 def experiment_seed(seed: int, *names) -> int:
     """A seed of its own for each experiment, so that no two checks share noise and their p-values are independent."""
     return (seed << 32) + zlib.crc32(" ".join(map(str, names)).encode())
 
 
-def call_shape(impl: str, device: str, scheme: str, vocab_size: int) -> tuple[int, int]:
+def call_shape(impl: str, device: str, scheme: str, vocab_size: int, kinds=()) -> tuple[int, int]:
     """Rows and samples of one call that draws fast and fits in memory."""
     if impl == "torch":
         units = vocab_size if scheme == "token" else noise.group_count(vocab_size)
         elements = 1 << (18 if device == "cpu" else 26)
         return 8, max(1, elements // (8 * max(units, noise.GROUP_SIZE)))
     if device == "cpu":
-        # the interpreter pays per operation, so many rows at once and few samples
+        # the interpreter pays per operation, so many rows at once and few samples; truncation takes them row by row
+        if "truncated" in kinds:
+            return 16, 64
         return max(16, min(512, (1 << 20) >> max(7, (vocab_size - 1).bit_length()))), 1
     draws = min(1 << 22, max(1 << 12, (1 << 31) // max(vocab_size, 128)))
     rows = max(64, min(8192, draws // 64))
     return rows, draws // rows
 
 
-def histogram(logits, draws: int, scheme: str, impl: str, device: str = "cpu", seed: int = 0) -> np.ndarray:
+def histogram(logits, draws: int, scheme: str, impl: str, device: str = "cpu", seed: int = 0, kinds=()) -> np.ndarray:
     """Counts int64 [V] of at least `draws` ids drawn from softmax(logits): over rows, samples and steps.
 
     Args:
-        logits: fp32 [V]; -inf is probability 0.
+        logits: fp32 [V]; -inf is probability 0. kinds: of CONTROLS, what the draws are made with.
 
     Raises:
         RuntimeError: a row came back as not valid.
     """
     logits = torch.as_tensor(logits, dtype=torch.float32)
     vocab_size = len(logits)
-    rows, samples = call_shape(impl, device, scheme, vocab_size)
+    rows, samples = call_shape(impl, device, scheme, vocab_size, kinds)
     rows = min(rows, draws)
     samples = min(samples, -(-draws // rows))
     weight = logits[:, None].to(device)
     hidden = torch.ones(rows, 1, device=device)
     seeds = noise.row_seeds(seed, rows, device)
     counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
+    given = control_arguments(kinds, vocab_size, rows, device)
     for step in range(-(-draws // (rows * samples))):
         out = fmms.sample(
-            hidden, weight, seed=seeds, position=step, num_samples=samples, noise_scheme=scheme, impl=impl
+            hidden, weight, seed=seeds, position=step, num_samples=samples, noise_scheme=scheme, impl=impl, **given
         )
         if not bool(out.valid.all()):
             raise RuntimeError(f"{impl}, {scheme}: rows of finite logits came back as not valid")
@@ -156,20 +208,26 @@ def histogram(logits, draws: int, scheme: str, impl: str, device: str = "cpu", s
     return counts.cpu().numpy()
 
 
-def whole_vocabulary(logits, case, draws, scheme, impl, device="cpu", seed=0, rate=1e-6):
+def whole_vocabulary(logits, case, draws, scheme, impl, device="cpu", seed=0, rate=1e-6, kinds=()):
     """Chi-square over every token (the rarest merged until a cell expects ten draws), and frequencies by rank.
+
+    `kinds`: of CONTROLS, what the draws are made with. The check's `kept` is the number of tokens of a probability
+    above 0, `outside` that of draws of others, with which the check fails.
 
     Returns:
         A check row, and rows of frequencies: tokens ranked by probability, one by one at the head, then in bins that
         grow with the rank; `expected` and `observed` are mean draws per token, `low` and `high` the exact 95 %
         interval of `observed`.
     """
-    probability = softmax(logits)
-    counts = histogram(logits, draws, scheme, impl, device, experiment_seed(seed, "whole", case, scheme, impl))
+    probability = controlled_softmax(logits, kinds)
+    own_seed = experiment_seed(seed, "whole", case, scheme, impl)
+    counts = histogram(logits, draws, scheme, impl, device, own_seed, kinds)
     n = int(counts.sum())
     p_value = testing.chi_square(counts, probability, min_expected=10.0)
-    check = check_row("whole vocabulary", case, scheme, impl, n, p_value, rate, vocab_size=len(probability))
-    order = np.argsort(-probability, kind="stable")
+    kept = int((probability > 0).sum())
+    about = {"kept": kept, "outside": int(counts[probability == 0].sum())} if kinds else {}
+    check = check_row("whole vocabulary", case, scheme, impl, n, p_value, rate, vocab_size=len(probability), **about)
+    order = np.argsort(-probability, kind="stable")[:kept]
     edges = np.unique(np.concatenate([[0], np.round(np.geomspace(1, len(order), 25)).astype(int)]))
     first, size = edges[:-1], np.diff(edges)
     observed = np.add.reduceat(counts[order], first)
@@ -177,7 +235,7 @@ def whole_vocabulary(logits, case, draws, scheme, impl, device="cpu", seed=0, ra
     low, high = testing.binomial_interval(observed, n)
     bins = [
         {
-            "case": case, "scheme": scheme, "impl": impl, "n": n, "vocab_size": len(order),
+            "case": case, "scheme": scheme, "impl": impl, "n": n, "vocab_size": len(probability),
             "rank": math.sqrt((first[i] + 1) * (first[i] + size[i])), "tokens": int(size[i]),
             "expected": expected[i] / size[i], "observed": observed[i] / size[i],
             "low": n * low[i] / size[i], "high": n * high[i] / size[i],
@@ -235,29 +293,34 @@ def heavy_tail(tail_tokens, draws, scheme, impl, device="cpu", seed=0, rate=1e-6
 NARROW_LOGITS = tuple(-0.1 * i for i in range(16))
 
 
-def narrow_vocabulary(draws, scheme, impl, device="cpu", seed=0, rate=1e-6):
+def narrow_vocabulary(draws, scheme, impl, device="cpu", seed=0, rate=1e-6, kinds=()):
     """Many draws from 16 tokens: sees noise that is correlated between tokens or groups, and biases too small to show
     in a few draws per token.
 
     Returns:
-        A check row and a row per token: its frequency over its probability, with intervals that hold for all 16
-        tokens together with 95 % confidence. The check's `observed` is the largest relative deviation, its `high`
-        what the largest one can be by those intervals.
+        A check row and a row per token that may be drawn: its frequency over its probability, with intervals that hold
+        for all of them together with 95 % confidence. The check's `observed` is the largest relative deviation, its
+        `high` what the largest one can be by those intervals; `kept` and `outside` as in `whole_vocabulary`.
     """
     logits = torch.tensor(NARROW_LOGITS)
-    probability = softmax(logits)
-    counts = histogram(logits, draws, scheme, impl, device, experiment_seed(seed, "narrow", scheme, impl))
-    n = int(counts.sum())
-    low, high = testing.binomial_interval(counts, n, 1 - 0.05 / len(logits))
-    ratio, low, high = counts / n / probability, low / probability, high / probability
+    probability = controlled_softmax(logits, kinds)
+    case = "all controls" if kinds else "16 tokens"
+    own_seed = experiment_seed(seed, "narrow", scheme, impl, *kinds)
+    counts = histogram(logits, draws, scheme, impl, device, own_seed, kinds)
+    n, kept = int(counts.sum()), np.flatnonzero(probability)
+    chances = probability[kept]
+    low, high = testing.binomial_interval(counts[kept], n, 1 - 0.05 / len(kept))
+    ratio, low, high = counts[kept] / n / chances, low / chances, high / chances
+    about = {"kept": len(kept), "outside": n - int(counts[kept].sum())} if kinds else {}
     check = check_row(
-        "narrow vocabulary", "16 tokens", scheme, impl, n, testing.chi_square(counts, probability), rate,
+        "narrow vocabulary", case, scheme, impl, n, testing.chi_square(counts, probability), rate,
         observed=float(np.abs(ratio - 1).max()), high=float(np.maximum(high - 1, 1 - low).max()), vocab_size=16,
+        **about,
     )  # fmt: skip
     tokens = [
-        {"scheme": scheme, "impl": impl, "n": n, "token": i, "probability": probability[i],
+        {"case": case, "scheme": scheme, "impl": impl, "n": n, "token": int(token), "probability": chances[i],
          "ratio": ratio[i], "low": low[i], "high": high[i]}
-        for i in range(len(logits))
+        for i, token in enumerate(kept)
     ]  # fmt: skip
     return check, tokens
 

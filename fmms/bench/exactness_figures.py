@@ -3,7 +3,7 @@
 import numpy as np
 
 from fmms import plotting, testing
-from fmms.bench.exactness import WIDTH_BOUND
+from fmms.bench.exactness import CONTROLS, WIDTH_BOUND
 
 NOTEBOOK = "10_exactness"
 STYLES = {
@@ -11,6 +11,7 @@ STYLES = {
     for scheme, system in (("group", "fmms"), ("token", "fmms-token"))
 }
 BAND = {"color": "#bbbbbb", "alpha": 0.5, "linewidth": 0}
+_CASES = {"16 tokens": "plain", "all controls": "all controls"}
 LINE = {"color": "black", "linewidth": 0.8, "zorder": 1}
 
 
@@ -40,10 +41,10 @@ def frequencies(frame, profile: str, impl: str):
             seen = rows.assign(value=rows.observed, low=rows.low, high=rows.high)
             for axis, divisor in ((top, rows.n), (bottom, rows.expected)):
                 scaled = seen.assign(**{name: seen[name] / divisor for name in ("value", "low", "high")})
-                _bars(axis, rows["rank"] * shift, scaled, label=f"{scheme} noise, n = {rows.n.max():,}", **style)
+                _bars(axis, rows["rank"] * shift, scaled, label=f"{scheme} noise", **style)
         bottom.axhline(1, **LINE)
         top.set(xscale="log", yscale="log", title=case)
-        bottom.set(xscale="log", xlabel="rank of the token")
+        bottom.set(xscale="log", xlabel="rank")
     # so that a few long bars at the rarest ranks do not squeeze the rest
     reach = float(np.quantile(np.abs(frame[["low", "high"]].div(frame.expected, axis=0) - 1), 0.98))
     axes[1, 0].set_ylim(1 - min(1.0, 1.2 * reach), 1 + 1.2 * reach)
@@ -52,12 +53,19 @@ def frequencies(frame, profile: str, impl: str):
     handles, labels = axes[0, 0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncols=3)
     fig.suptitle("Are tokens drawn as often as the softmax says, at every rank?", x=0.01, ha="left", weight="bold")
-    n = ", ".join(f"{scheme} {rows.n.max():,}" for scheme, rows in frame.groupby("scheme"))
+    controlled = frame.case.isin(CONTROLS)
+    n = " and ".join(
+        f"V = {_span(rows.vocab_size)}, "
+        + ", ".join(f"{scheme} {_span(some.n)}" for scheme, some in rows.groupby("scheme"))
+        + " draws"
+        + (" (the last three)" if chosen else "")
+        for chosen, rows in frame.groupby(controlled)
+    )
     # the CPU profile's note speaks of Triton's interpreter, which drew nothing here
     plain = profile == "cpu" and impl == "torch"
     note = "PyTorch on a CPU: no speed claim" if plain else plotting.hardware_note(profile, f"{NOTEBOOK}_frequencies")
     caption = (
-        f"V = {frame.vocab_size.max():,}, {impl}; draws per panel: {n}. From rank 10 or so on, tokens are pooled. "
+        f"{impl}; each panel: {n}. From rank 10 or so on, tokens are pooled. "
         f"Bars: exact 95 % intervals, each by itself; "
         f"a few leave the panel. {note}."
     )
@@ -115,21 +123,30 @@ def rare_tokens(checks, profile: str):
 
 def narrow(frame, profile: str):
     """Frequency over probability of each of 16 tokens with simultaneous intervals; rows of `narrow_vocabulary`."""
-    impls = list(dict.fromkeys(frame.impl))
-    fig, panels = _panels(impls, 2.5)
-    for axes, impl in zip(panels, impls, strict=True):
-        for shift, (scheme, style) in zip((-0.15, 0.15), STYLES.items(), strict=True):
-            rows = frame[(frame.impl == impl) & (frame.scheme == scheme)]
-            percent = 100 * (rows[["ratio", "low", "high"]].rename(columns={"ratio": "value"}) - 1)
-            _bars(axes, rows.token + shift, percent, label=f"{scheme} noise", **style)
-        axes.axhline(0, **LINE)
-        axes.set(xlabel="token", xticks=range(0, 16, 3), title=impl if len(impls) > 1 else "")
-    panels[0].set_ylabel("frequency against\nprobability (%)")
-    fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    impls, cases = (list(dict.fromkeys(frame[name])) for name in ("impl", "case"))
+    fig, panels = plotting.figure(
+        "page", 0.7 + 1.5 * len(impls), nrows=len(impls), ncols=len(cases), sharex=True, squeeze=False
+    )
+    for impl, line in zip(impls, panels, strict=True):
+        for case, axes in zip(cases, line, strict=True):
+            some = frame[(frame.impl == impl) & (frame.case == case)]
+            for shift, (scheme, style) in zip((-0.15, 0.15), STYLES.items(), strict=True):
+                rows = some[some.scheme == scheme]
+                percent = 100 * (rows[["ratio", "low", "high"]].rename(columns={"ratio": "value"}) - 1)
+                _bars(axes, rows.token + shift, percent, label=f"{scheme} noise", **style)
+            axes.axhline(0, **LINE)
+            title = f"{_CASES[case]}, n = {_span(some.n)}"
+            axes.set_title(f"{impl}, {title}" if len(impls) > 1 else title, fontsize=8, fontweight="normal")
+            axes.set_xticks(range(0, 16, 3))
+        line[0].set_ylabel("frequency against\nprobability (%)")
+    for axes in panels[-1]:
+        axes.set_xlabel("token")
+    fig.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     fig.suptitle("Is any of 16 tokens favoured?", x=0.01, ha="left", weight="bold")
     caption = (
-        f"Draws: {_by_impl(frame)}. Bars: intervals that hold for all 16 tokens together with 95 % confidence. "
-        f"{plotting.hardware_note(profile, NOTEBOOK + '_narrow')}."
+        f"n draws for each noise scheme; all controls: truncated, masked and penalised at once, which leaves "
+        f"{frame[frame.case != cases[0]].token.nunique()} tokens. Bars: intervals that hold for all tokens together "
+        f"with 95 % confidence. {plotting.hardware_note(profile, NOTEBOOK + '_narrow')}."
     )
     return plotting.save(fig, f"{NOTEBOOK}_narrow", profile, caption)
 
@@ -186,7 +203,3 @@ def p_values(frame, profile: str):
 
 def _span(n) -> str:
     return f"{int(n.min()):,}" if n.min() == n.max() else f"{int(n.min()):,} to {int(n.max()):,}"
-
-
-def _by_impl(frame) -> str:
-    return ", ".join(f"{impl} {_span(rows.n)}" for impl, rows in frame.groupby("impl", sort=False))

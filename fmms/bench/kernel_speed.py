@@ -22,7 +22,8 @@ COLUMNS = (
 HOST_COLUMNS = ("case", "V", "D", "H", "dtype", "system", "median_us", "p20_us", "p80_us", "n", "reason")
 YARDSTICK = "matmul"
 SYSTEMS = (
-    YARDSTICK, "fmms", "fmms-token", "torch-multinomial", "torch-gumbel", "flashinfer-logits", "flashinfer-topk-topp",
+    YARDSTICK, "fmms", "fmms-token", "fmms-topk-topp", "torch-multinomial", "torch-gumbel", "flashinfer-logits",
+    "flashinfer-topk-topp",
 )  # fmt: skip
 
 

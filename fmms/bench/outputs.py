@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fmms import noise, reference, testing
+from fmms import controls, noise, reference, testing
 from fmms.backends import Backend
 from fmms.bench.cases import Case
 
@@ -17,6 +17,8 @@ FALSE_ALARMS = 1e-6
 """Chance that one statistical test calls an exact sampler wrong."""
 TRANSCENDENTAL_NATS = 2e-5
 """What fp32 logarithms and exponentials may add to a decision between two tokens (docs/noise.md)."""
+TRUNCATION_MASS = 4e-6
+"""Relative error of a sum of fp32 weights, as truncation compares them with a share of the whole."""
 BINS = 16
 _CHUNK_ELEMENTS = 1 << 23  # of fp64 noise: a few such tensors at a time
 _POSITION = 0
@@ -28,7 +30,8 @@ class Problem:
 
     hidden [H, D], weight [V, D], temperature fp32 [H] (0.6 to 1.2, another one in each row), seeds int64 [H];
     logits fp32 [H, V] from IEEE fp32; rounding fp64 [H]: bound in nats
-    on what the order of an fp32 summation changes in logits / T; draws {scheme: (ids [H], margin [H])}.
+    on what the order of an fp32 summation changes in logits / T; draws {(scheme, top_k, top_p, min_p): (ids [H], margin
+    [H])}; kept {(top_k, top_p, min_p): what `kept_tokens` gives}.
     """
 
     case: Case
@@ -39,6 +42,7 @@ class Problem:
     logits: torch.Tensor
     rounding: torch.Tensor
     draws: dict = field(default_factory=dict)
+    kept: dict = field(default_factory=dict)
 
     def inputs(self, rows: int):
         """hidden, weight, temperature, seeds of the first `rows` rows."""
@@ -71,18 +75,64 @@ def make_problem(case: Case, rows: int, dtype: torch.dtype, device, seed: int = 
     return Problem(case, hidden, weight, temperature, seeds, logits, rounding)
 
 
-def reference_draws(problem: Problem, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference's ids [H] and how far, in nats, each is from going another way [H]; computed once per scheme."""
-    if scheme not in problem.draws:
+def reference_draws(problem: Problem, scheme: str, filters: tuple = (None, None, None)):
+    """The reference's ids [H] and how far, in nats, each is from going another way [H]; computed once per scheme and
+    truncation (top_k, top_p, min_p). A truncated draw on which `kept_tokens` disagree is no distance away."""
+    key = (scheme, *filters)
+    if key not in problem.draws:
         ids, margins = [], []
         step = max(1, _CHUNK_ELEMENTS // problem.case.V)
         for start in range(0, len(problem.seeds), step):
             part = slice(start, start + step)
-            controls = problem.temperature[part], problem.seeds[part], torch.full_like(problem.seeds[part], _POSITION)
-            ids.append(reference.sample_from_logits(problem.logits[part], *controls, scheme=scheme)[0][:, 0])
-            margins.append(testing.decision_margin(problem.logits[part], *controls, scheme=scheme)[:, 0])
-        problem.draws[scheme] = torch.cat(ids), torch.cat(margins)
-    return problem.draws[scheme]
+            logits, temperature, seeds = problem.logits[part], problem.temperature[part], problem.seeds[part]
+            given = temperature, seeds, torch.full_like(seeds, _POSITION)
+
+            def draw(logits, allowed=None, given=given):
+                return reference.sample_from_logits(logits, *given, scheme=scheme, allowed=allowed)[0][:, 0]
+
+            sure = torch.ones_like(seeds, dtype=torch.bool)
+            if filters != (None, None, None):
+                narrow, exact, wide = (allowed[part] for allowed in kept_tokens(problem, filters))
+                sure = draw(logits, narrow) == draw(logits, wide)
+                logits = torch.where(exact, logits, -torch.inf)
+            ids.append(draw(logits))
+            margin = testing.decision_margin(logits, *given, scheme=scheme)[:, 0]
+            margins.append(torch.where(sure, margin, 0.0))
+        problem.draws[key] = torch.cat(ids), torch.cat(margins)
+    return problem.draws[key]
+
+
+def kept_tokens(problem: Problem, filters: tuple):
+    """The fewest tokens that truncation may leave when every logit / T is off by up to `rounding` and every sum of
+    weights by TRUNCATION_MASS, those it should leave, and the most: bool [H, V] each; computed once."""
+    if filters not in problem.kept:
+        step = max(1, _CHUNK_ELEMENTS // problem.case.V)
+        parts = [
+            kept_sets(logits, temperature, rounding, filters)
+            for logits, temperature, rounding in zip(
+                *(x.split(step) for x in (problem.logits, problem.temperature, problem.rounding)), strict=True
+            )
+        ]
+        problem.kept[filters] = tuple(torch.cat(masks) for masks in zip(*parts, strict=True))
+    return problem.kept[filters]
+
+
+def kept_sets(logits, temperature, rounding, filters: tuple):
+    """`kept_tokens` of logits [H, V], temperature fp32 [H] and rounding fp64 [H]."""
+    top_k, top_p, min_p = filters
+    narrow, exact, wide = {}, {}, {}
+    error = 2 * (rounding + TRUNCATION_MASS)  # of two logits or masses against each other
+    if top_k is not None and 0 < top_k < logits.shape[1]:
+        edge = logits.topk(top_k + 1, -1).values[:, -2:]
+        shift = (error * temperature)[:, None]
+        exact["top_k"] = top_k
+        narrow["top_k"] = (logits > edge[:, 1:] + shift).sum(-1).clamp(min=1)
+        wide["top_k"] = (logits >= edge[:, :1] - shift).sum(-1)
+    if top_p is not None:
+        exact["top_p"], narrow["top_p"], wide["top_p"] = top_p, top_p * (1 - error), (top_p * (1 + error)).clamp(max=1)
+    if min_p is not None:
+        exact["min_p"], wide["min_p"], narrow["min_p"] = min_p, min_p * (1 - error), (min_p * (1 + error)).clamp(max=1)
+    return tuple(controls.allowed_set(logits, temperature, **given) for given in (narrow, exact, wide))
 
 
 def check(backend: Backend, problem: Problem, rows: int, draws: int = 512) -> Verdict:
@@ -100,8 +150,12 @@ def check(backend: Backend, problem: Problem, rows: int, draws: int = 512) -> Ve
         if fault:
             return Verdict(False, fault)
         if backend.scheme:
-            return _check_ids(output, problem, rows, backend.scheme)
-        return _check_distribution(backend, problem, rows, draws)
+            verdict = _check_ids(output, problem, rows, backend)
+            # of a truncated sampler a few ids say little about what it removes
+            if verdict.correct and _filters(backend) != (None, None, None):
+                return _check_distribution(backend, problem, rows, draws, output, verdict.reason + "; ")
+            return verdict
+        return _check_distribution(backend, problem, rows, draws, output)
     except Exception as error:  # whatever a peer raises is a row of the table, not the end of the run
         return Verdict(False, f"raised {describe(error)}")
 
@@ -139,8 +193,12 @@ def _check_logits(output: torch.Tensor, problem: Problem, rows: int) -> Verdict:
     return Verdict(True, f"all logits within {worst:.2f} of the rounding bound around fp32")
 
 
-def _check_ids(ids: torch.Tensor, problem: Problem, rows: int, scheme: str) -> Verdict:
-    wanted, margin = (x[:rows] for x in reference_draws(problem, scheme))
+def _filters(backend: Backend) -> tuple:
+    return backend.top_k, backend.top_p, backend.min_p
+
+
+def _check_ids(ids: torch.Tensor, problem: Problem, rows: int, backend: Backend) -> Verdict:
+    wanted, margin = (x[:rows] for x in reference_draws(problem, backend.scheme, _filters(backend)))
     bound = problem.rounding[:rows] + TRANSCENDENTAL_NATS
     differs = ids != wanted
     unexplained = int((differs & (margin > bound)).sum())
@@ -158,18 +216,26 @@ def _check_ids(ids: torch.Tensor, problem: Problem, rows: int, scheme: str) -> V
     return Verdict(True, f"{rows} ids equal the reference's{near}")
 
 
-def _check_distribution(backend: Backend, problem: Problem, rows: int, draws: int) -> Verdict:
-    """Where draws lie in the cumulative distribution, over ids and over tokens by probability, must be uniform."""
+def _check_distribution(backend: Backend, problem: Problem, rows: int, draws: int, output, also: str = "") -> Verdict:
+    """Where draws lie in the cumulative distribution, over ids and over tokens by probability, must be uniform, and
+    none may be a token that truncation removes. output: ids of a first call; also: what else was found right."""
     hidden, weight, temperature, seeds = problem.inputs(rows)
     calls = math.ceil(draws / rows)
-    drawn = torch.stack([backend(hidden, weight, temperature, seeds + call) for call in range(calls)], 1).long()
+    if backend.scheme and not hidden.is_cuda:
+        calls = 1  # Triton's interpreter takes a tenth of a second for every row that it truncates
+    more = [backend(hidden, weight, temperature, seeds + call) for call in range(1, calls)]
+    drawn = torch.stack([output, *more], 1).long()
     if int(drawn.min()) < 0 or int(drawn.max()) >= problem.case.V:
         return Verdict(False, f"ids from {int(drawn.min())} to {int(drawn.max())}; expected 0 to {problem.case.V - 1}")
-    stored = hidden @ weight.T  # the very call of the peers: what they draw from, rounding included
+    # what is drawn from, rounding included: fp32 logits, or what the very call of the peers gives
+    stored = problem.logits[:rows] if backend.scheme else hidden @ weight.T
     by_id, by_rank, outside = [], [], 0
     generator = torch.Generator(drawn.device).manual_seed(2)
     for row in range(rows):
-        probs, allowed = _target(stored[row], float(temperature[row]), backend)
+        if backend.scheme:
+            probs, allowed = _exact_target(problem, row, backend)
+        else:
+            probs, allowed = _target(stored[row], float(temperature[row]), backend)
         outside += int((~allowed[drawn[row]]).sum())
         own = probs[drawn[row]]
         inside = own * torch.rand(own.shape, generator=generator, dtype=own.dtype, device=own.device)
@@ -180,9 +246,18 @@ def _check_distribution(backend: Backend, problem: Problem, rows: int, draws: in
         by_rank.append(probs[order].cumsum(0)[place[drawn[row]]] - own + inside)
     if outside:
         return Verdict(False, f"{outside} of {drawn.numel()} draws are tokens that truncation removes")
+    if backend.scheme and calls == 1 and drawn.numel() < 5 * BINS:  # too few for a chi-square
+        return Verdict(True, f"{also}{drawn.numel()} draws, none of a token that truncation removes")
     p_id, p_rank = uniformity(torch.cat(by_id)), uniformity(torch.cat(by_rank))
-    tests = f"{drawn.numel()} draws against the softmax: p = {p_id:.2g} over ids, {p_rank:.2g} over ranks"
+    tests = f"{also}{drawn.numel()} draws against the softmax: p = {p_id:.2g} over ids, {p_rank:.2g} over ranks"
     return Verdict(min(p_id, p_rank) >= FALSE_ALARMS, tests)
+
+
+def _exact_target(problem: Problem, row: int, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_target` gives, for a sampler of fp32 logits that truncates as `controls.allowed_set` does."""
+    _, exact, wide = (allowed[row] for allowed in kept_tokens(problem, _filters(backend)))
+    scaled = problem.logits[row].double() / problem.temperature[row].double()
+    return torch.softmax(scaled.where(exact, -torch.inf), -1), wide
 
 
 def _target(logits: torch.Tensor, temperature: float, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:

@@ -177,8 +177,9 @@ class _Launch:
         ]
         found = parts[0]
         if len(parts) > 1:
-            for name in ("ids", "logprobs", "raw_logprobs", "final_logprobs"):
-                found[name] = None if found[name] is None else torch.cat([part[name] for part in parts], 1)
+            wanted = {"ids": True, "logprobs": request.want_logprobs, "raw_logprobs": request.want_raw_logprobs}
+            wanted["final_logprobs"] = request.want_final_logprobs
+            found |= {name: torch.cat([part[name] for part in parts], 1) for name in wanted if wanted[name]}
         return self._results(found)
 
     def _empty(self, *shape, dtype=torch.float32) -> torch.Tensor:

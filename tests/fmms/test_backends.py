@@ -7,12 +7,13 @@ import types
 import pytest
 import torch
 
-from fmms import backends, plotting
+from fmms import backends, controls, plotting
 from fmms.backends import registry
 from fmms.bench import kernel_speed
 
 DESIGN_NAMES = [
-    "matmul", "fmms", "fmms-token", "torch-multinomial", "torch-gumbel", "flashinfer-logits", "flashinfer-topk-topp",
+    "matmul", "fmms", "fmms-token", "fmms-topk-topp", "torch-multinomial", "torch-gumbel", "flashinfer-logits",
+    "flashinfer-topk-topp",
 ]  # fmt: skip
 
 
@@ -51,7 +52,9 @@ def test_importing_imports_no_optional_library(modules):
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("name", ["matmul", "fmms", "fmms-token", "torch-multinomial", "torch-gumbel"])
+@pytest.mark.parametrize(
+    "name", ["matmul", "fmms", "fmms-token", "fmms-topk-topp", "torch-multinomial", "torch-gumbel"]
+)
 def test_a_backend_takes_the_common_arguments(name, inputs):
     assert backends.probe(name, "cpu")
     backend = backends.make(name, "cpu")
@@ -119,6 +122,24 @@ def test_flashinfer_is_called_as_its_interface_says(monkeypatch, inputs):
     assert (seen["top_k"], seen["top_p"], seen["order"]) == (50, 0.9, "top_k_first")
     assert (truncated.exact, truncated.top_k, truncated.top_p) == (False, 50, 0.9)
     assert torch.equal(plain(*inputs), scaled.argmax(-1).int())
+
+
+def test_both_truncating_systems_truncate_alike():
+    facts = backends.registry._entries
+    ours, theirs = (facts[name].facts for name in ("fmms-topk-topp", "flashinfer-topk-topp"))
+    assert {name: ours[name] for name in ("exact", "top_k", "top_p")} == {"exact": False, "top_k": 50, "top_p": 0.9}
+    assert (ours["top_k"], ours["top_p"]) == (theirs["top_k"], theirs["top_p"])
+    assert (ours["scheme"], ours["seeded"], ours["graph"]) == ("group", True, True)
+
+
+def test_the_truncating_system_draws_from_the_kept_tokens(inputs):
+    hidden, weight, temperature, seeds = inputs
+    weight = weight.repeat(2, 1) + 0.01 * torch.arange(100)[:, None]
+    backend = backends.make("fmms-topk-topp", "cpu")
+    ids = torch.stack([backend(hidden, weight, temperature, seeds + call) for call in range(8)], 1)
+    allowed = controls.allowed_set(hidden @ weight.T, temperature, 50, 0.9)
+    assert allowed.gather(1, ids).all()
+    assert len(set(ids.flatten().tolist())) > 3
 
 
 def test_a_user_registers_a_sampler_in_three_lines(registered, inputs):

@@ -56,6 +56,37 @@ def test_heavy_tail_narrow_vocabulary_and_neighbours_of_the_peak(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", exactness.CONTROLS)
+def test_truncated_masked_and_penalised_draws(scheme, kind):
+    logits = exactness.distributions(300)["zipf"]
+    check, bins = exactness.whole_vocabulary(logits, kind, 10000, scheme, "torch", kinds=[kind])
+    assert_passed(check)
+    assert check["outside"] == 0
+    assert sum(row["tokens"] for row in bins) == check["kept"]
+    assert (check["kept"] == 300) == (kind == "penalised")
+    assert math.isclose(sum(row["tokens"] * row["observed"] for row in bins), check["n"])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_narrow_vocabulary_with_all_controls(scheme):
+    check, tokens = exactness.narrow_vocabulary(100000, scheme, "torch", kinds=exactness.CONTROLS)
+    assert_passed(check)
+    assert check["outside"] == 0 and check["kept"] == len(tokens) < 16
+    assert sum(row["probability"] for row in tokens) == pytest.approx(1)
+
+
+def test_controlled_probabilities_are_those_of_the_sampler():
+    logits = exactness.distributions(200)["zipf"]
+    for kinds in ((), *((kind,) for kind in exactness.CONTROLS), exactness.CONTROLS):
+        out = fmms.sample(
+            torch.ones(2, 1), logits[:, None], seed=0, num_samples=50, return_final_logprobs=True, impl="torch",
+            **exactness.control_arguments(kinds, 200, rows=2),
+        )  # fmt: skip
+        probability = torch.from_numpy(exactness.controlled_softmax(logits, kinds))
+        torch.testing.assert_close(out.final_logprobs.double(), probability.log()[out.ids], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_p_values_are_uniform(scheme):
     check, rows = exactness.repeated_p_values(150, 500, scheme, "torch")
     assert len(rows) == 150
@@ -78,7 +109,9 @@ def test_kernels_at_small_size(device, scheme):
     )
     tail = exactness.heavy_tail(1023, 1024, scheme, "triton", device)
     narrow, _ = exactness.narrow_vocabulary(4096, scheme, "triton", device)
-    assert_passed(check, tail, narrow, *invariance.independence(1024, scheme, "triton", device))
+    logits, kinds = exactness.distributions(100)["zipf"], exactness.CONTROLS
+    controlled, _ = exactness.whole_vocabulary(logits, "all", 64, scheme, "triton", device, kinds=kinds)
+    assert_passed(check, tail, narrow, controlled, *invariance.independence(1024, scheme, "triton", device))
     assert_passed(*invariance.changed_ids(scheme, "triton", device, rows=4, vocab_size=700, samples=1, alone=2))
 
 
@@ -102,6 +135,21 @@ def test_wrong_temperature_is_caught(monkeypatch):
     assert_caught(exactness.narrow_vocabulary(300000, "group", "torch")[0])
     # 150 repetitions of 2000 draws: no single one need see it, their p-values do
     assert_caught(exactness.repeated_p_values(150, 2000, "group", "torch")[0])
+
+
+def test_draws_of_removed_tokens_are_caught(monkeypatch):
+    exact = fmms.sample
+    monkeypatch.setattr(fmms, "sample", lambda *a, top_k=None, **options: exact(*a, **options))
+    logits = exactness.distributions(300)["zipf"]
+    check, _ = exactness.whole_vocabulary(logits, "truncated", 30000, "group", "torch", kinds=["truncated"])
+    assert check["outside"] > 0
+    assert_caught(check)
+
+
+def test_forgotten_penalties_are_caught(monkeypatch):
+    exact = fmms.sample
+    monkeypatch.setattr(fmms, "sample", lambda *a, presence_penalty=None, **options: exact(*a, **options))
+    assert_caught(exactness.narrow_vocabulary(100000, "group", "torch", kinds=exactness.CONTROLS)[0])
 
 
 def coarse_noise(monkeypatch, bits):

@@ -1,7 +1,5 @@
 """The operator under PyTorch's compiler and in CUDA graphs."""
 
-from dataclasses import fields, replace
-
 import pytest
 import torch
 
@@ -23,20 +21,61 @@ def inputs(device):
     return hidden, weight, temperature, noise.row_seeds(1, 4, device), torch.zeros(4, dtype=torch.int64, device=device)
 
 
+def controlled_step(hidden, weight, given, position):
+    """A decode step with every control that can change from step to step, all of them tensors."""
+    edits = fmms.history_edits(given["output"], given["prompt"], given["repetition"], given["frequency"], 0.25)
+    out = fmms.sample(
+        torch.relu(hidden), weight, given["temperature"], seed=given["seeds"], position=position,
+        top_k=given["top_k"], top_p=given["top_p"], min_p=given["min_p"], banned_ids=given["banned"],
+        allowed_mask=given["mask"], logit_bias=(given["rows"], given["tokens"], given["values"]), num_samples=2,
+        return_logprobs=True, return_raw_logprobs=True, return_final_logprobs=True, return_entropy=True,
+        return_logits=True, top_logprobs=3, **edits,
+    )  # fmt: skip
+    return tuple(out)
+
+
+def step_controls(device, step, rows=4, vocab=300):
+    """Controls of one step, a function of `step`: rows that are greedy, sampled, cut or not, a ban, a masked row."""
+    g = torch.Generator().manual_seed(step)
+
+    def pick(values, *shape):
+        return torch.tensor(values)[torch.randint(0, len(values), shape or (rows,), generator=g)]
+
+    allowed = torch.rand(rows, vocab, generator=g) < 0.7
+    allowed[step % rows] = step % 3 > 0
+    tokens = torch.randint(-1, vocab, (10,), generator=g)
+    given = {
+        "temperature": pick([0.0, 0.5, 1.0, 2.0]),
+        "seeds": noise.row_seeds(step // 2, rows),
+        "top_k": pick([0, 5, 40, vocab]),
+        "top_p": pick([0.5, 0.9, 1.0]),
+        "min_p": pick([0.0, 0.05]),
+        "banned": torch.randint(-1, vocab, (rows,), generator=g),
+        "mask": fmms.pack_mask(allowed),
+        "rows": torch.randint(-1, rows, (10,), generator=g),
+        "tokens": tokens,
+        "values": pick([-4.0, 0.5, 3.0], 10),
+        "prompt": torch.randint(-1, vocab, (rows, 6), generator=g),
+        "output": torch.randint(-1, vocab, (rows, 5), generator=g),
+        "repetition": pick([1.0, 1.25, 2.0]),
+        "frequency": pick([0.0, 0.5]),
+    }
+    return {name: value.to(device) for name, value in given.items()}
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_operator_obeys_the_contract_of_torch_library(device, impl):
     hidden, weight, temperature, seeds, position = inputs(device)
     plain = Request(hidden, weight, temperature=temperature, seeds=seeds, positions=position, samples=2)
-    results = {field.name: True for field in fields(Request) if field.name.startswith("want_")}
+    results = {name: True for name in Request._fields if name.startswith("want_")}
     edit = dict(
         edit_rows=torch.tensor([0, 3], device=device),
         edit_tokens=torch.tensor([5, -1], device=device),
         edit_values=torch.tensor([2.0, 1.0], device=device),
         edit_kinds=torch.tensor([0, 1], device=device),
     )
-    for request in (plain, replace(plain, top_k_value=3, top_logprobs=2, **results, **edit)):
-        arguments = (getattr(request, field.name) for field in fields(Request))
-        torch.library.opcheck(torch.ops.fmms.sample.default, (*arguments, impl))
+    for request in (plain, plain._replace(top_k_value=3, top_logprobs=2, **results, **edit)):
+        torch.library.opcheck(torch.ops.fmms.sample.default, (*request, impl))
 
 
 def test_compiled_decode_step_equals_eager():
@@ -46,6 +85,23 @@ def test_compiled_decode_step_equals_eager():
         got = compiled(hidden, weight, temperature, seeds, position + step)
         for a, b in zip(got, decode_step(hidden, weight, temperature, seeds, position + step), strict=True):
             assert torch.equal(a, b)
+
+
+def test_compiled_decode_step_with_every_control_equals_eager():
+    """One compilation serves all steps: the controls are tensors."""
+    torch.compiler.reset()
+    compiled = torch.compile(controlled_step, fullgraph=True, backend="aot_eager")
+    hidden, weight, *_, position = inputs("cpu")
+    seen = []
+    for step in range(4):
+        given = step_controls("cpu", step)
+        with torch.compiler.set_stance("default" if step == 0 else "fail_on_recompile"):
+            got = compiled(hidden, weight, given, position + step)
+        want = controlled_step(hidden, weight, given, position + step)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        seen.append(want[0])
+    assert not torch.equal(seen[0], seen[1]) and any((ids == -1).any() for ids in seen)
 
 
 def test_compiled_call_with_default_seed_draws_fresh_noise():
@@ -86,6 +142,34 @@ def test_cuda_graph_replays_with_new_position_and_seeds():
             assert torch.equal(a, b)
         seen.append(captured[0].clone())
     assert not torch.equal(seen[0], seen[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["group", "token"])
+@pytest.mark.parametrize("order", ["top_k_first", "joint", "min_p_first"])
+def test_cuda_graph_replays_with_every_control_changed_in_place(monkeypatch, order, scheme):
+    """Captured once, also the penalties that come from the history; each replay equals an eager call, bit for bit."""
+    call = fmms.sample
+    monkeypatch.setattr(fmms, "sample", lambda *a, **k: call(*a, filter_order=order, noise_scheme=scheme, **k))
+    device = torch.device("cuda")
+    hidden, weight, *_, position = inputs(device)
+    given = step_controls(device, 0)
+    controlled_step(hidden, weight, given, position)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = controlled_step(hidden, weight, given, position)
+    seen = []
+    for step in range(1, 8):
+        position.fill_(step)
+        hidden.copy_(hidden.flip(0))
+        for name, value in step_controls(device, step).items():
+            given[name].copy_(value)
+        graph.replay()
+        seen.append(captured[0].clone())
+        for a, b in zip(captured, controlled_step(hidden, weight, given, position), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert not torch.equal(seen[0], seen[1]) and any((ids == -1).any() for ids in seen)
 
 
 @pytest.mark.gpu
