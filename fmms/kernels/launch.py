@@ -261,7 +261,7 @@ class _Launch:
         block_h, block_v = self._stored_blocks()
         n_tiles = triton.cdiv(self.vocab, block_v)
         self.row_max, self.row_sum, self.row_dot = (self._empty(n_tiles, self.rows) for _ in range(3))
-        stored.summarise[(n_tiles, triton.cdiv(self.rows, block_h))](
+        stored.summarise[(n_tiles * triton.cdiv(self.rows, block_h),)](
             self.logits, request.temperature, request.temperature_value, self.group_max, self.group_sum,
             self.row_max, self.row_sum, self.row_dot, self.rows, self.vocab, self.n_groups,
             BLOCK_H=block_h, BLOCK_V=block_v, **self._options(OPTIONS),
@@ -306,7 +306,7 @@ class _Launch:
         }
         if self.stored:
             block_h, block_v = self._stored_blocks()
-            stored.draw[(n_tiles, triton.cdiv(self.rows, block_h))](
+            stored.draw[(n_tiles * triton.cdiv(self.rows, block_h),)](
                 self.logits, self.group_max, self.threshold, self.last_tie, request.temperature, request.seeds,
                 request.positions, gumbels, uniforms, draws["max"], draws["sum"], draws["key"], draws["id"],
                 draws["logit"],

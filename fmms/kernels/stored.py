@@ -39,10 +39,11 @@ def summarise(
     logits, temperature, temperature_value, group_max, group_sum, out_max, out_sum, out_dot, H, V, n_groups,
     BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles, blocks of rows). From logits fp32 [H, V]: out_max, out_sum and out_dot fp32 [n_tiles, H], group_max
+    """Grid: (tiles * blocks of rows,), the tiles of a block side by side. From logits fp32 [H, V]: out_max, out_sum and out_dot fp32 [n_tiles, H], group_max
     and group_sum fp32 [H, n_groups]."""
-    tile = tl.program_id(0)
-    rows = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    n_tiles = tl.cdiv(V, BLOCK_V)
+    tile = tl.program_id(0) % n_tiles
+    rows = (tl.program_id(0) // n_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = rows < H
     inv_t, _, _, _, _ = on_tile.row_controls(rows, live, temperature, temperature_value, None, 0, None, 0)
     first_id = tile * BLOCK_V
@@ -62,11 +63,12 @@ def draw(
     H, V, S, n_groups, noise_width, temperature_value, seed_value: tl.int64, position_value: tl.int64, first_sample,
     BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles, blocks of rows). Draws from logits fp32 [H, V], of which, unless threshold is None, only those
+    """Grid: (tiles * blocks of rows,). Draws from logits fp32 [H, V], of which, unless threshold is None, only those
     above threshold fp32 [H] are left, and those equal to it up to the id last_tie int32 [H]; group_max fp32
     [H, n_groups] are the maxima of the groups before. Written as by `stage1.fused_head`, of what is left."""
-    tile = tl.program_id(0)
-    rows = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    n_tiles = tl.cdiv(V, BLOCK_V)
+    tile = tl.program_id(0) % n_tiles
+    rows = (tl.program_id(0) // n_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = rows < H
     first_id = tile * BLOCK_V
     least = tl.full(rows.shape, float("-inf"), tl.float32)
