@@ -16,7 +16,7 @@ from fmms.request import FILTER_ORDERS, FREQUENCY, LOGIT_BIAS, PRESENCE, REPETIT
 
 class SampleOutput(NamedTuple):
     """Result of `fmms.sample` for H rows; what belongs to draws is [H], or [H, num_samples] if num_samples was given.
-    None where it was not asked for. Rows that are not valid hold -1 and NaN.
+    None where it was not asked for. Rows that are not valid hold -1 and NaN; their logits are returned as they are.
 
     The processed logits are those after scale, softcap, bias, penalties and masks; greedy rows count as T = 1.
     """

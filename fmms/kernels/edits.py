@@ -25,7 +25,9 @@ def sort_edits(request: Request) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     wrong = in_batch & (tokens != -1) & (~in_vocab | no_factor)
     bad = torch.zeros(request.rows + 1, dtype=torch.bool, device=request.device)
     bad.index_fill_(0, torch.where(wrong, rows, request.rows), True)
-    keys = torch.where(in_batch & in_vocab, (rows * request.vocab + tokens) * 4 + request.edit_kinds, _NONE)
+    keys = torch.where(
+        in_batch & in_vocab & ~no_factor, (rows * request.vocab + tokens) * 4 + request.edit_kinds, _NONE
+    )
     keys, order = torch.sort(keys, stable=True)
     return keys, values[order], bad[: request.rows]
 
@@ -64,5 +66,7 @@ def apply_edits(logits, keys, values, allowed, banned, N, V, stride_allowed, BLO
     if banned is not None:
         keep = keep & (token != tl.load(banned + row, mask=keep, other=-1))
     x = tl.load(logits + target, mask=keep, other=0.0).to(tl.float64) + bias
+    impossible = x == float("-inf")  # stays so: times a factor that has become 0 it would be NaN
     x = tl.where(x > 0.0, x / factor, x * factor)
+    x = tl.where(impossible, float("-inf"), x)
     tl.store(logits + target, (x - frequency - presence).to(tl.float32), mask=keep)

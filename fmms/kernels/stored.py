@@ -39,8 +39,8 @@ def summarise(
     logits, temperature, temperature_value, group_max, group_sum, out_max, out_sum, out_dot, H, V, n_groups,
     BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles * blocks of rows,), the tiles of a block side by side. From logits fp32 [H, V]: out_max, out_sum and out_dot fp32 [n_tiles, H], group_max
-    and group_sum fp32 [H, n_groups]."""
+    """Grid: (tiles * blocks of rows,), the tiles of a block side by side. From logits fp32 [H, V]: out_max, out_sum and
+    out_dot fp32 [n_tiles, H], group_max and group_sum fp32 [H, n_groups]."""
     n_tiles = tl.cdiv(V, BLOCK_V)
     tile = tl.program_id(0) % n_tiles
     rows = (tl.program_id(0) // n_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -74,7 +74,19 @@ def test_operator_obeys_the_contract_of_torch_library(device, impl):
         edit_values=torch.tensor([2.0, 1.0], device=device),
         edit_kinds=torch.tensor([0, 1], device=device),
     )
-    for request in (plain, plain._replace(top_k_value=3, top_logprobs=2, **results, **edit)):
+    controls = dict(
+        top_k=torch.tensor([3, 0, -1, 300], dtype=torch.int32, device=device),
+        top_p=torch.tensor([0.5, 1.0, 0.9, 0.0], device=device),
+        min_p=torch.zeros(4, device=device),
+        allowed_mask=torch.full((4, 10), -2, dtype=torch.int32, device=device),
+        banned_ids=torch.tensor([-1, 5, 6, 299], device=device),
+        filter_order="min_p_first",
+    )
+    for request in (
+        plain,
+        plain._replace(top_k_value=3, top_logprobs=2, **results, **edit),
+        plain._replace(scheme="token", **controls),
+    ):
         torch.library.opcheck(torch.ops.fmms.sample.default, (*request, impl))
 
 

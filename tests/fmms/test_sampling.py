@@ -14,6 +14,9 @@ def problem(dtype=torch.float32):
     return torch.randn(H, D, generator=generator).to(dtype), torch.randn(V, D, generator=generator).to(dtype)
 
 
+EDITS = ("logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty")
+ROWS = torch.zeros(2, dtype=torch.int64)
+
 BAD = {
     "hidden": [
         dict(hidden=torch.zeros(D)),
@@ -70,7 +73,72 @@ BAD = {
     ],
     "logit_scale": [dict(logit_scale=float("nan")), dict(logit_scale=1e39), dict(logit_scale="x")],
     "vocab_size": [dict(vocab_size=0), dict(vocab_size=V + 1), dict(vocab_size=1.0)],
-    "noise_scheme": [dict(noise_scheme="gumbel")],
+    "noise_scheme": [dict(noise_scheme="gumbel"), dict(noise_scheme=None)],
+    "top_k": [
+        dict(top_k=-2),
+        dict(top_k=5.0),
+        dict(top_k=True),
+        dict(top_k="5"),
+        dict(top_k=2**64),
+        dict(top_k=[5, 5, 5]),
+        dict(top_k=torch.ones(H)),
+        dict(top_k=torch.ones(H, dtype=torch.int16)),
+        dict(top_k=torch.ones(H + 1, dtype=torch.int64)),
+        dict(top_k=torch.ones(H, 1, dtype=torch.int64)),
+        dict(top_k=torch.ones(H, dtype=torch.int64, device="meta")),
+    ],
+    "top_p": [
+        dict(top_p=-0.1),
+        dict(top_p=1.01),
+        dict(top_p=float("nan")),
+        dict(top_p=float("inf")),
+        dict(top_p=10**400),
+        dict(top_p=True),
+        dict(top_p="most"),
+        dict(top_p=torch.ones(H + 1)),
+        dict(top_p=torch.ones(H, 1)),
+        dict(top_p=torch.ones(H, dtype=torch.int64)),
+        dict(top_p=torch.ones(H, device="meta")),
+    ],
+    "min_p": [
+        dict(min_p=-1e-9),
+        dict(min_p=2),
+        dict(min_p=float("nan")),
+        dict(min_p=False),
+        dict(min_p=[0.1]),
+        dict(min_p=torch.zeros(H - 1)),
+        dict(min_p=torch.zeros(H, dtype=torch.bool)),
+        dict(min_p=torch.zeros(H, device="meta")),
+    ],
+    "filter_order": [dict(filter_order="top_p_first"), dict(filter_order=None), dict(filter_order=0)],
+    **{
+        name: [
+            {name: torch.zeros(3)},
+            {name: 1.1},
+            {name: (ROWS, ROWS)},
+            {name: (ROWS, [0, 0], torch.ones(2))},
+        ]
+        for name in EDITS
+    },
+    "allowed_mask": [
+        dict(allowed_mask=torch.ones(H, V, dtype=torch.bool)),
+        dict(allowed_mask=torch.ones(H, 2)),
+        dict(allowed_mask=torch.ones(H, 2, dtype=torch.int64)),
+        dict(allowed_mask=torch.ones(H, 1, dtype=torch.int32)),
+        dict(allowed_mask=torch.ones(H + 1, 2, dtype=torch.int32)),
+        dict(allowed_mask=torch.ones(2, dtype=torch.int32)),
+        dict(allowed_mask=torch.ones(H, 2, dtype=torch.int32, device="meta")),
+        dict(allowed_mask=[[-1, -1]] * H),
+    ],
+    "banned_ids": [
+        dict(banned_ids=5),
+        dict(banned_ids=[5, 5, 5]),
+        dict(banned_ids=torch.zeros(H)),
+        dict(banned_ids=torch.zeros((), dtype=torch.int64)),
+        dict(banned_ids=torch.zeros(H, 2, dtype=torch.int64)),
+        dict(banned_ids=torch.zeros(H, dtype=torch.int64, device="meta")),
+    ],
+    "top_logprobs": [dict(top_logprobs=n) for n in (-1, V + 1, 2.0, True, None, torch.ones(()))],
     "impl": [dict(impl="cuda")],
     "noise": [
         dict(noise=torch.zeros(H, 1, V)),
@@ -89,6 +157,28 @@ def test_bad_input_is_a_value_error_that_names_the_argument(name, change):
     with pytest.raises(ValueError, match=f"^{name}: expected .+, got "):
         fmms.sample(**arguments)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize(
+    "part, triple",
+    [
+        ("rows", (ROWS.float(), ROWS, torch.ones(2))),
+        ("rows", (ROWS[None], ROWS[None], torch.ones(1, 2))),
+        ("rows", (ROWS[0], ROWS[0], torch.ones(()))),
+        ("rows", (ROWS.to("meta"), ROWS, torch.ones(2))),
+        ("tokens", (ROWS, ROWS.bool(), torch.ones(2))),
+        ("tokens", (ROWS, ROWS[:1], torch.ones(2))),
+        ("values", (ROWS, ROWS, torch.ones(3))),
+        ("values", (ROWS, ROWS, ROWS)),
+        ("values", (ROWS, ROWS, torch.ones(2, device="meta"))),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_a_bad_part_of_a_triple_is_named(name, part, triple):
+    hidden, weight = problem()
+    with pytest.raises(ValueError, match=rf"^{name} \({part}\): expected .+, got "):
+        fmms.sample(hidden, weight, **{name: triple})
 
 
 @pytest.mark.gpu

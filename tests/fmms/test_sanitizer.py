@@ -8,8 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import sanitizer_calls
+import torch
 
 CALLS = Path(__file__).with_name("sanitizer_calls.py")
+
+
+@pytest.mark.parametrize("scheme", ["group", "token"])
+def test_the_calls_themselves(device, scheme):
+    """They return valid ids without the sanitizer too; in the interpreter the smallest shapes are enough."""
+    shapes = {} if device.type == "cuda" else {"shapes": ((2, 130, 8, 1),), "cut_shapes": ((2, 130, 8, 1),)}
+    assert sanitizer_calls.main(torch.float32, scheme, device, **shapes) > 8
 
 
 @pytest.mark.gpu
