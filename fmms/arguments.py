@@ -51,8 +51,8 @@ def check_row_tensor(name: str, value, rows: int, device, dtypes: tuple, scalar_
     names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     if not (value.shape == (rows,) or (scalar_ok and value.dim() == 0)):
         fail(name, f"a tensor of shape {shapes}, one value per row", value)
-    if value.dtype not in dtypes:
-        fail(name, f"dtype {names}", value)
+    if value.dtype not in dtypes or value.layout != torch.strided:
+        fail(name, f"a dense tensor of dtype {names}", value)
     if value.device != device:
         fail(name, f"a tensor on the device of hidden, {device}", value)
     return value.expand(rows).contiguous()
@@ -92,8 +92,9 @@ def check_triple(name: str, value, device) -> tuple[torch.Tensor, torch.Tensor, 
             fail(f"{name} ({what})", f"{expected}, of equal length", part)
         dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
         dtypes = dtypes if what == "values" else (torch.int64, torch.int32)
-        if part.dtype not in dtypes:
-            fail(f"{name} ({what})", " or ".join(str(d).removeprefix("torch.") for d in dtypes), part)
+        if part.dtype not in dtypes or part.layout != torch.strided:
+            names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+            fail(f"{name} ({what})", f"a dense tensor of dtype {names}", part)
         if part.device != device:
             fail(f"{name} ({what})", f"a tensor on the device of hidden, {device}", part)
     rows, tokens, values = value
@@ -108,6 +109,8 @@ def check_allowed_mask(value, rows: int, vocab: int, device) -> torch.Tensor:
     )
     if not isinstance(value, torch.Tensor) or value.dtype != torch.int32 or value.dim() != 2:
         fail("allowed_mask", expected, value)
+    if value.layout != torch.strided:
+        fail("allowed_mask", "a dense tensor", value)
     if value.shape[0] != rows or value.shape[1] < words:
         fail("allowed_mask", expected, value)
     if value.device != device:
@@ -181,6 +184,12 @@ def check_position(value, rows: int, device) -> tuple[torch.Tensor | None, int]:
     if isinstance(value, torch.Tensor):
         return check_row_tensor("position", value, rows, device, (torch.int64, torch.int32)).to(torch.int64), 0
     return None, check_integer("position", value, -(2**63), 2**63 - 1, "an int64 number or an integer tensor [H]")
+
+
+def check_flag(name: str, value) -> bool:
+    if not isinstance(value, bool):
+        fail(name, "True or False", value)
+    return value
 
 
 def check_count(name: str, value, low: int, high: int) -> int:

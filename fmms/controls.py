@@ -115,7 +115,13 @@ def allowed_by_mask(mask: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def pack_mask(allowed: torch.Tensor) -> torch.Tensor:
-    """The packed mask of bool [H, V] in the layout of `allowed_by_mask`: int32 [H, ceil(V / 32)]."""
+    """The packed mask of bool [H, V] in the layout of `allowed_by_mask`: int32 [H, ceil(V / 32)].
+
+    Raises:
+        ValueError: `allowed` is no bool tensor of two dimensions.
+    """
+    if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool or allowed.dim() != 2:
+        arguments.fail("allowed", "a bool tensor [H, V], true where a token may be drawn", allowed)
     height, vocab = allowed.shape
     words = -(-vocab // 32)
     bits = torch.nn.functional.pad(allowed.to(torch.int64), (0, 32 * words - vocab)).view(height, words, 32)

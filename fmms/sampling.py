@@ -116,7 +116,7 @@ def sample(
         noise_scheme: "group" (one Gumbel for 32 tokens) or "token" (one per token); docs/noise.md.
         noise: noise to use in place of the generator's, for tests: Gumbels [H, S, V] for "token", or a pair of
             Gumbels and uniforms, each [H, S, G] with G = 4 * ceil(V / 128), for "group"; int64 uniforms are the 64
-            bits of x.
+            bits of x. Gumbels have to be finite and uniforms in [0, 1]; otherwise implementations may differ.
         impl: "auto", "triton" (GPU; on a CPU in Triton's interpreter) or "torch" (any device).
 
     Returns:
@@ -131,7 +131,7 @@ def sample(
     if vocab_size is not None:
         padded = weight.shape[0]
         weight = weight[: arguments.check_count("vocab_size", vocab_size, 1, padded)]
-        if bias is not None and bias.shape == (padded,):
+        if isinstance(bias, torch.Tensor) and bias.shape == (padded,):
             bias = bias[:vocab_size]
     vocab = weight.shape[0]
     controls = {}
@@ -175,11 +175,11 @@ def sample(
         bias=bias,
         allowed_mask=allowed_mask,
         banned_ids=banned_ids,
-        want_logprobs=return_logprobs,
-        want_raw_logprobs=return_raw_logprobs,
-        want_final_logprobs=return_final_logprobs,
-        want_entropy=return_entropy,
-        want_logits=return_logits,
+        want_logprobs=arguments.check_flag("return_logprobs", return_logprobs),
+        want_raw_logprobs=arguments.check_flag("return_raw_logprobs", return_raw_logprobs),
+        want_final_logprobs=arguments.check_flag("return_final_logprobs", return_final_logprobs),
+        want_entropy=arguments.check_flag("return_entropy", return_entropy),
+        want_logits=arguments.check_flag("return_logits", return_logits),
         top_logprobs=arguments.check_count("top_logprobs", top_logprobs, 0, vocab),
         **controls,
         # last, so that a refused call leaves PyTorch's generator where it was

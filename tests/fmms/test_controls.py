@@ -486,3 +486,9 @@ def test_history_edits_leave_out_what_is_neutral():
 def test_history_edits_name_the_wrong_argument(arguments, name):
     with pytest.raises(ValueError, match=rf"^{name}: expected .*, got "):
         controls.history_edits(**{"output_ids": history(), **arguments})
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(40, dtype=torch.bool), torch.full((1, 40), 2), [[True]]])
+def test_pack_mask_refuses_what_is_no_boolean_matrix(wrong):
+    with pytest.raises(ValueError, match="allowed: expected a bool tensor"):
+        controls.pack_mask(wrong)

@@ -62,7 +62,13 @@ BAD = {
         dict(position=torch.zeros(H + 2, dtype=torch.int64)),
     ],
     "num_samples": [dict(num_samples=0), dict(num_samples=2.0), dict(num_samples=2**24 + 1)],
-    "bias": [dict(bias=torch.zeros(V + 1)), dict(bias=torch.zeros(V, dtype=torch.int64)), dict(bias=1.0)],
+    "bias": [
+        dict(bias=torch.zeros(V + 1)),
+        dict(bias=torch.zeros(V, dtype=torch.int64)),
+        dict(bias=1.0),
+        dict(bias=[0.0] * V, vocab_size=V),
+    ],
+    "return_entropy": [dict(return_entropy="no"), dict(return_entropy=1)],
     "softcap": [
         dict(softcap=1e39),
         dict(softcap=1e-40),
@@ -88,6 +94,7 @@ BAD = {
         dict(top_k=torch.ones(H, dtype=torch.int64, device="meta")),
     ],
     "top_p": [
+        dict(top_p=torch.ones(H).to_sparse()),
         dict(top_p=-0.1),
         dict(top_p=1.01),
         dict(top_p=float("nan")),
