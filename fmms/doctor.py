@@ -32,7 +32,12 @@ EXTRAS = {
         "scipy": "scipy",
         "pyyaml": "yaml",
     },
-    "models": {"transformers": "transformers", "gguf": "gguf", "accelerate": "accelerate"},
+    "models": {
+        "transformers": "transformers",
+        "gguf": "gguf",
+        "accelerate": "accelerate",
+        "safetensors": "safetensors",
+    },
 }
 
 
