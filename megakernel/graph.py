@@ -327,7 +327,8 @@ class _Builder:
         out = self.routed(inputs, routing)
         outs += out
         end = self.tensor("mlp_residual", "activation", c.hidden_size)
-        reads = [*(self.part(out) for out in outs), self.part(routing), self.part(x)]
+        results = [self.part(out, at=at) for out in outs for at in range(self.tensors[out].count)]
+        reads = [*results, self.part(routing), self.part(x)]
         self.single("MOE_COMBINE_RESIDUAL", "moe_combine", c.hidden_size, reads, [self.part(end)])
         return end
 

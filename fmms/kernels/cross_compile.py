@@ -159,7 +159,7 @@ def main(targets: list[str]) -> int:
                 compiled = compile_kernel(kernel, target, constants, types, **options)
                 row |= resources(compiled, target)
                 scattered = scattered_reductions(compiled.asm["ttgir"])
-                if scattered:
+                if scattered and tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8):
                     raise ValueError(f"reductions that Triton before 3.8 gets wrong: {'; '.join(scattered)}")
             except Exception as error:
                 failed += 1

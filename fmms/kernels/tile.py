@@ -152,10 +152,10 @@ def store_draws(
 ):  # fmt: skip
     """The best key of each row and draw in this tile with its id, logit and (if RAW is among the features) raw logit,
     [n_tiles, S, H] each."""
-    for s in range(S):
-        key = tl.full(rows.shape, float("-inf"), tl.float64)
-        best_id = tl.full(rows.shape, ep.NO_TOKEN, tl.int32)
-        if any_drawn:
+    # two loops that write their own rows, not one with branches that yield values: those Triton 3.6 does not compile
+    # for AMD inside a loop. A row of invalid temperature may stay unwritten; stage 2 goes by its temperature.
+    if any_drawn:
+        for s in range(S):
             noise_row = (rows.to(tl.int64) * S + s) * noise_width
             if GROUPED:
                 key, best_id = draw_groups(
@@ -166,15 +166,28 @@ def store_draws(
                 key, best_id = draw_tokens(
                     x, m, first_id, inv_t, seed, position, first_sample + s, gumbels, noise_row, live, V
                 )
-        if any_greedy:
-            first_max = tl.min(tl.where(x == m[:, None], tokens[None, :], ep.NO_TOKEN), 1)
-            key = tl.where(greedy, 0.0, key)
-            best_id = tl.where(greedy, first_max, best_id)
-        tile64 = tl.zeros_like(rows).to(tl.int64) + tile
-        at = (tile64 * S + s) * H + rows
-        tl.store(out_key + at, key, mask=live)
-        tl.store(out_id + at, best_id, mask=live)
-        tl.store(out_logit + at, ep.value_at(x, first_id, best_id), mask=live)
-        if GENERAL:
-            if (features & RAW) != 0:
-                tl.store(out_raw + at, ep.value_at(raw, first_id, best_id), mask=live)
+            _store_draw(
+                x, raw, key, best_id, tile, s, first_id, rows, live & (greedy == 0), features, out_key, out_id,
+                out_logit, out_raw, H, S, GENERAL,
+            )  # fmt: skip
+    if any_greedy:
+        first_max = tl.min(tl.where(x == m[:, None], tokens[None, :], ep.NO_TOKEN), 1)
+        for s in range(S):
+            _store_draw(
+                x, raw, tl.zeros_like(m).to(tl.float64), first_max, tile, s, first_id, rows, greedy, features, out_key,
+                out_id, out_logit, out_raw, H, S, GENERAL,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_draw(
+    x, raw, key, best_id, tile, sample, first_id, rows, mask, features, out_key, out_id, out_logit, out_raw, H, S,
+    GENERAL: tl.constexpr,
+):  # fmt: skip
+    at = ((tl.zeros_like(rows).to(tl.int64) + tile) * S + sample) * H + rows
+    tl.store(out_key + at, key, mask=mask)
+    tl.store(out_id + at, best_id, mask=mask)
+    tl.store(out_logit + at, ep.value_at(x, first_id, best_id), mask=mask)
+    if GENERAL:
+        if (features & RAW) != 0:
+            tl.store(out_raw + at, ep.value_at(raw, first_id, best_id), mask=mask)
