@@ -12,11 +12,10 @@ import torch
 
 import fmms
 from fmms import controls, noise, testing
+from fmms.bench import outputs
 
-ROUNDING_NATS = 2e-5
-"""What fp32 transcendentals add to a decision between keys, for (logit - maximum) / T down to some -30."""
-ROUNDING_MASS = 4e-6
-"""Relative error of a sum of fp32 weights against its fp64 value; what top-p compares is known to that."""
+ROUNDING_NATS = outputs.TRANSCENDENTAL_NATS
+ROUNDING_MASS = outputs.TRUNCATION_MASS
 VALUE_ERROR = 1e-4
 """Largest difference of log-probabilities, log-sum-exp and entropy that passes, in nats, relative above 1."""
 COLUMNS = (

@@ -15,8 +15,8 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fmms import controls
 from fmms import device as device_facts
-from fmms import reference
 from fmms.kernels import edits, select, stage1, stage2, stored, tile
 from fmms.request import Request, Results
 
@@ -359,7 +359,7 @@ class _Launch:
         top_ids = top_logprobs = None
         if request.top_logprobs:
             top_ids, top = top_tokens(self.logits, request.top_logprobs)
-            inverse = 1.0 / _positive(request.per_row("temperature")).double()
+            inverse = 1.0 / controls.divisors(request.per_row("temperature"))
             relative = (top - found["max_logit"][:, None]).double() * inverse[:, None]
             valid = found["valid"][:, None]
             top_ids = torch.where(valid, top_ids, -1)
@@ -381,8 +381,3 @@ class _Launch:
     @staticmethod
     def _options(options: dict) -> dict:
         return {} if INTERPRETED else options
-
-
-def _positive(temperature: torch.Tensor) -> torch.Tensor:
-    """The temperature that divides: 1 for greedy and invalid rows, within the bounds of the kernels."""
-    return torch.where(temperature > 0, temperature, 1.0).clamp(reference.MIN_SCALE, reference.MAX_SCALE)

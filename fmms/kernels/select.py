@@ -27,11 +27,6 @@ def from_order_key(key):
 
 
 @triton.jit
-def _weights(x, largest, inv_t):
-    return tl.exp2((x - largest) * (inv_t.to(tl.float32) * ep._LOG2E))
-
-
-@triton.jit
 def _candidates(row_logits, units, n_units, start, V, BLOCK_U: tl.constexpr):
     """Order keys, ids and logits `[BLOCK_U, 32]` of the members of the listed groups from the start-th on; -inf past
     their end."""
@@ -72,7 +67,7 @@ def _bisect(
         found = _measure(key, weight, middle, COUNT)
         for start in range(BLOCK_U, n_units, BLOCK_U):
             k, _, x = _candidates(row_logits, units, n_units, start, V, BLOCK_U)
-            found += _measure(k, _weights(x, largest, inv_t), middle, COUNT)
+            found += _measure(k, ep.exp_weights(x, largest, inv_t), middle, COUNT)
         enough = found >= target
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
@@ -87,7 +82,7 @@ def _at(row_logits, units, n_units, V, largest, inv_t, key, weight, cut, BLOCK_U
     mass = _measure(key, weight, cut + 1, False)
     for start in range(BLOCK_U, n_units, BLOCK_U):
         k, _, x = _candidates(row_logits, units, n_units, start, V, BLOCK_U)
-        w = _weights(x, largest, inv_t)
+        w = ep.exp_weights(x, largest, inv_t)
         above += _measure(k, w, cut + 1, True)
         equal += _measure(k, w, cut, True)
         mass += _measure(k, w, cut + 1, False)
@@ -163,7 +158,7 @@ def cut_rows(
     if (by_count | by_mass) & ~bad:
         # a lower bound of the cut from the groups' maxima alone
         low = bottom
-        g_weight = _weights(g_max, largest, inv_t)
+        g_weight = ep.exp_weights(g_max, largest, inv_t)
         mass = tl.sum(
             (tl.load(group_sum + row * n_groups + group, mask=in_row, other=0.0) * g_weight).to(tl.float64), 0
         )
@@ -195,7 +190,7 @@ def cut_rows(
         tl.store(units + tl.cumsum(chosen.to(tl.int32), 0) - 1, group, mask=chosen)
         tl.debug_barrier()  # the list is read by other threads than those that wrote it
         key, ids, x = _candidates(row_logits, units, n_units, 0, V, BLOCK_U)
-        weight = _weights(x, largest, inv_t)
+        weight = ep.exp_weights(x, largest, inv_t)
 
         count_cut, count_tie = bottom, tie
         if by_count:
@@ -229,7 +224,7 @@ def cut_rows(
                 for start in range(BLOCK_U, n_units, BLOCK_U):
                     more, i, _ = _candidates(row_logits, units, n_units, start, V, BLOCK_U)
                     kept += _sum(((more == base_cut) & (i <= base_tie)).to(tl.int32)).to(tl.float64)
-                mass += kept * _weights(from_order_key(base_cut.to(tl.int32)), largest, inv_t).to(tl.float64)
+                mass += kept * ep.exp_weights(from_order_key(base_cut.to(tl.int32)), largest, inv_t).to(tl.float64)
             target = p * mass
             mass_cut = _bisect(
                 row_logits, units, n_units, V, largest, inv_t, key, weight, low, top + 1, target, False, BLOCK_U
@@ -238,7 +233,7 @@ def cut_rows(
             above, mass_above, equal = _at(
                 row_logits, units, n_units, V, largest, inv_t, key, weight, mass_cut, BLOCK_U
             )
-            each = _weights(from_order_key(mass_cut.to(tl.int32)), largest, inv_t).to(tl.float64)
+            each = ep.exp_weights(from_order_key(mass_cut.to(tl.int32)), largest, inv_t).to(tl.float64)
             # never fewer than one; a weight of 0 is what rounding left of the target, and then all ties stay
             need = tl.where(each > 0.0, tl.maximum(tl.ceil((target - mass_above) / each), 1.0), equal)
             mass_tie = _last_tie(row_logits, units, n_units, V, key, ids, mass_cut, need, equal, BLOCK_U)
