@@ -354,7 +354,7 @@ IDS, MASK = tiny_models.prompts(PADDING)
         ({"temperature": float("nan")}, "temperature: .* got .*nan"),
         ({"temperature": "hot"}, "temperature: .* got .*'hot'"),
         ({"temperature": torch.ones(3)}, r"temperature: .* shape \[4\].*got .*torch\.float32 .*\[3\]"),
-        ({"temperature": torch.ones(4, dtype=torch.int64)}, "temperature: expected dtype float32.* got"),
+        ({"temperature": torch.ones(4, dtype=torch.int64)}, "temperature: expected .*dtype float32.* got"),
         ({"seed": torch.zeros(4)}, r"seed: expected .*int64.* got .*torch\.float32"),
         ({"seed": torch.zeros(1, dtype=torch.int64)}, r"seed: .* got .*torch\.int64 .*\[1\]"),
         ({"seed": 1.5}, "seed: .* got float"),
