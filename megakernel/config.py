@@ -356,7 +356,7 @@ V2_LITE = ModelConfig(
 
 TINY = dataclasses.replace(
     V2_LITE,
-    vocab_size=256,
+    vocab_size=600,
     hidden_size=64,
     intermediate_size=96,
     moe_intermediate_size=32,

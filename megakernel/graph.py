@@ -19,6 +19,10 @@ from megakernel.config import TINY, V2_LITE, ModelConfig
 from megakernel.knobs import CHOICES, PRESETS, Knobs
 from megakernel.tasks import COLUMNS, Event, Graph, Op, Range, Span, Task, Tensor
 
+COPY_ITEMS = 8
+"""bf16 values in the 16 bytes that asynchronous copies move at least; shares of columns are multiples of it."""
+NOISE_BLOCK = 128
+"""Tokens whose groups of `fmms.noise` lie together; `fmms.noise.BLOCK_SIZE`, which a test holds this to."""
 MAX_TASKS = 2_000_000
 """More tasks than a launch can hold; tile sizes that would make them are refused rather than built for minutes."""
 
@@ -32,10 +36,11 @@ def steps(total: int, size: int, what: str) -> list[Span]:
     return [(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def shares(total: int, count: int) -> list[Span]:
-    """[0, total) in `count` spans as even as they can be, or `total` spans of one if that is fewer."""
-    count = min(count, total)
-    return [(total * i // count, total * (i + 1) // count) for i in range(count)]
+def shares(total: int, count: int, unit: int = 1) -> list[Span]:
+    """[0, total) in `count` spans as even as multiples of `unit` can be, or in one for each unit if these are fewer."""
+    units = -(-total // unit)
+    count = min(count, units)
+    return [(units * i // count * unit, min(units * (i + 1) // count * unit, total)) for i in range(count)]
 
 
 def _limit(tasks: int, what: str) -> None:
@@ -155,7 +160,8 @@ class _Builder:
         head = self.tensor("lm_head", "matrix", c.vocab_size, c.hidden_size)
         logits = self.tensor("logits", "activation", c.vocab_size)
         self.gemv("LM_HEAD", "gemv_bf16", [head], [logits], inputs, k.lm_head_rows, "lm_head_rows")
-        parts = shares(c.vocab_size, k.argmax_partials)
+        # the sampling noise belongs to groups of tokens that lie in aligned blocks, which no task may split
+        parts = shares(c.vocab_size, k.argmax_partials, NOISE_BLOCK)
         largest = self.tensor("argmax_partials", "activation", len(parts))
         tiles = [
             dict(
@@ -292,7 +298,7 @@ class _Builder:
         inputs = self.normalised(x, "post_attention_layernorm")
         hidden = self.gate_up("GATE_UP_SILU", "mlp", c.intermediate_size, inputs, k.dense_rows, "dense_rows")
         weight = self.tensor("mlp.down_proj", "matrix", c.hidden_size, c.intermediate_size)
-        splits = shares(c.intermediate_size, k.splits)
+        splits = shares(c.intermediate_size, k.splits, COPY_ITEMS)
         partials = self.tensor("mlp.partials", "activation", len(splits), c.hidden_size)
         row_spans = steps(c.hidden_size, k.gemv_rows, "gemv_rows")
         _limit(len(splits) * len(row_spans), "gemv_rows")

@@ -192,8 +192,8 @@ def test_what_is_refused(drawn):
     cache = reference.empty_cache(TINY, torch.float32)
     with pytest.raises(ValueError, match="position: expected 0, the length of the cache, found 1"):
         reference.decode_step(drawn, TINY, 3, 1, cache)
-    for token in (-1, 256):
-        with pytest.raises(ValueError, match=rf"expected ids in \[0, 256\), found {token}"):
+    for token in (-1, TINY.vocab_size):
+        with pytest.raises(ValueError, match=rf"expected ids in \[0, 600\), found {token}"):
             reference.decode_step(drawn, TINY, token, 0, cache)
     for tokens in ([], [[1]]):
         with pytest.raises(ValueError, match="expected one or more ids"):
