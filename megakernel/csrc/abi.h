@@ -50,7 +50,7 @@ struct Task {
   int32_t wait_count;
   int32_t trigger_first;  // the events that it counts up, in `triggers`
   int32_t trigger_count;
-  int32_t late;  // 1 if computed values decide which weights it reads
+  int32_t route_event;  // for a routed expert, the event after which the routing can be read; else -1
   int32_t flags;  // bit 0: appends this position's row of the cache
 };
 
@@ -125,7 +125,7 @@ struct Params {
   uint64_t consumers;  // i32 []: tasks
   uint64_t counters;  // u32 [num_events]: how often each event was counted up in this launch; zeroed before it
   uint64_t arrived;  // u32 [num_tasks]: how many of its events have fired (dynamic); zeroed
-  uint64_t queue;  // u32 [num_tasks]: ring of ready tasks, each with its epoch (dynamic); zeroed
+  uint64_t queue;  // i64 [num_tasks]: ring of ready tasks, task + (1 + tokens before) * 2**32 (dynamic); zeroed
   uint64_t queue_ends;  // u32 [2]: how many tasks were taken and put (dynamic); zeroed
   uint64_t forced;  // i32 [iterations]: token to read in place of the one sampled before, -1: that one
   uint64_t tokens;  // i32 [iterations]: the token sampled by each; -1 if a logit was NaN or +inf
@@ -162,7 +162,7 @@ struct Params {
 // As megakernel.abi.layout(), by this compiler.
 constexpr int32_t LAYOUT[] = {
   ABI_VERSION,
-  (int32_t)sizeof(Task), (int32_t)offsetof(Task, code), (int32_t)offsetof(Task, op), (int32_t)offsetof(Task, args), (int32_t)offsetof(Task, tile), (int32_t)offsetof(Task, rows), (int32_t)offsetof(Task, chunk), (int32_t)offsetof(Task, by), (int32_t)offsetof(Task, at), (int32_t)offsetof(Task, wait_first), (int32_t)offsetof(Task, wait_count), (int32_t)offsetof(Task, trigger_first), (int32_t)offsetof(Task, trigger_count), (int32_t)offsetof(Task, late), (int32_t)offsetof(Task, flags),
+  (int32_t)sizeof(Task), (int32_t)offsetof(Task, code), (int32_t)offsetof(Task, op), (int32_t)offsetof(Task, args), (int32_t)offsetof(Task, tile), (int32_t)offsetof(Task, rows), (int32_t)offsetof(Task, chunk), (int32_t)offsetof(Task, by), (int32_t)offsetof(Task, at), (int32_t)offsetof(Task, wait_first), (int32_t)offsetof(Task, wait_count), (int32_t)offsetof(Task, trigger_first), (int32_t)offsetof(Task, trigger_count), (int32_t)offsetof(Task, route_event), (int32_t)offsetof(Task, flags),
   (int32_t)sizeof(Args), (int32_t)offsetof(Args, weight), (int32_t)offsetof(Args, weight2), (int32_t)offsetof(Args, matrix_bytes), (int32_t)offsetof(Args, norm), (int32_t)offsetof(Args, input), (int32_t)offsetof(Args, input_bytes), (int32_t)offsetof(Args, out), (int32_t)offsetof(Args, out_bytes), (int32_t)offsetof(Args, residual), (int32_t)offsetof(Args, routing), (int32_t)offsetof(Args, kva), (int32_t)offsetof(Args, latent), (int32_t)offsetof(Args, query), (int32_t)offsetof(Args, rotated), (int32_t)offsetof(Args, absorbed), (int32_t)offsetof(Args, cache), (int32_t)offsetof(Args, rope_cache), (int32_t)offsetof(Args, shared), (int32_t)offsetof(Args, cols), (int32_t)offsetof(Args, input_kind), (int32_t)offsetof(Args, out_kind), (int32_t)offsetof(Args, head_rows), (int32_t)offsetof(Args, head_stride), (int32_t)offsetof(Args, chunks), (int32_t)offsetof(Args, cache_pitch), (int32_t)offsetof(Args, kv_eps), (int32_t)offsetof(Args, slots), (int32_t)offsetof(Args, parts),
   (int32_t)sizeof(Routing), (int32_t)offsetof(Routing, expert), (int32_t)offsetof(Routing, weight),
   (int32_t)sizeof(Partial), (int32_t)offsetof(Partial, key), (int32_t)offsetof(Partial, largest), (int32_t)offsetof(Partial, argmax), (int32_t)offsetof(Partial, drawn), (int32_t)offsetof(Partial, pad),

@@ -1,0 +1,260 @@
+"""Builds the device source: for the host, where each GPU thread is a fibre, for NVIDIA and for AMD.
+
+A build is known by a hash of the sources, of its configuration, of the options and of the architecture, and is made
+once: later processes load it from the cache (`cache_folder`). The host's is made by the C++ compiler, the GPUs' by
+`torch.utils.cpp_extension`. All have plain C functions, called through ctypes, so none of torch's headers are compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megakernel import abi
+from megakernel.table import Table
+
+CSRC = Path(__file__).parent / "csrc"
+TARGETS = ("host", "sm_90a", "gfx942")
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildConfig:
+    """What is fixed when the device source is compiled: the shape of a block and the sizes of its shared memory."""
+
+    consumer_waves: int
+    """Waves that compute; one more fetches weights."""
+    teams: int
+    """Groups of waves that take turns with the pieces in the ring; a divisor of consumer_waves and of stages."""
+    stages: int
+    """Pieces of weights that the ring has room for."""
+    stage_bytes: int
+    """Of a piece; a multiple of 128."""
+    x_items: int
+    """bf16 values of the longest input of a matrix product, or of an attention task's queries."""
+    slots: int
+    """fp32 sums that the rows of a task leave."""
+    scratch: int
+    """fp32 words for the scores of attention, the factors of a merge and the router's probabilities."""
+    wave: int = 32
+    """Threads of a wave; a GPU has its own."""
+
+    def header(self) -> str:
+        """The text of build_config.h."""
+        names = dict(consumer_waves="CONSUMER_WAVES", wave="HOST_WAVE")
+        lines = [
+            f"constexpr int {names.get(field.name, field.name.upper())} = {getattr(self, field.name)};"
+            for field in dataclasses.fields(self)
+        ]
+        return "#pragma once\n\nnamespace mk {\n\n" + "\n".join(lines) + "\n\n}  // namespace mk\n"
+
+
+SHAPES = {
+    # small stages, so that the tiny model has rows of several pieces and pieces of several rows
+    "host": dict(consumer_waves=2, teams=2, stages=4, stage_bytes=1024),
+    # 192 KB of ring, which ran ahead furthest in measurements of streaming
+    "sm_90a": dict(consumer_waves=8, teams=4, stages=16, stage_bytes=12 * 1024),
+    "gfx942": dict(consumer_waves=4, teams=2, stages=4, stage_bytes=8 * 1024, wave=64),
+}
+"""What blocks look like on each target, unless a caller says otherwise."""
+
+FLOORS = {"host": dict(x_items=4096, slots=4096, scratch=4096)}
+"""Room that a build has at least, so that the many small tables of tests share builds."""
+
+
+def parts_of_row(cols: int, shape: dict[str, int]) -> int:
+    """Sums that a row of so many columns leaves; csrc/stream.h does the same."""
+    items = shape["stage_bytes"] // 2
+    waves = shape["consumer_waves"] // shape["teams"]
+    pieces = -(-cols // items)
+    at_once = 1 if pieces > 1 else items // cols
+    return pieces * (waves if at_once < waves else 1)
+
+
+def configure(table: Table, target: str = "host", **shape: int) -> BuildConfig:
+    """The build that can run a table.
+
+    Args:
+        target: one of TARGETS.
+        shape: fields of BuildConfig to set; others are those of SHAPES, or what the table needs.
+
+    Raises:
+        ValueError: the target or a field is unknown.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, not {target!r}")
+    unknown = shape.keys() - {field.name for field in dataclasses.fields(BuildConfig)}
+    if unknown:
+        raise ValueError(f"{min(unknown)} is no field of a build")
+    shape = SHAPES[target] | shape
+    config = table.graph.config
+    x_items = config.kv_lora_rank + config.qk_rope_head_dim
+    slots, scratch = max(64, config.num_experts_per_tok), config.n_routed_experts
+    products = [abi.code(name) for name in ("gemv", "gemv_res", "gemv_silu", "gemv_splitk", "moe_gate_topk")]
+    kinds = np.unique(
+        np.stack([table.tasks["code"], table.tasks["args"], *table.tasks["rows"].T, *table.tasks["chunk"].T]), axis=1
+    )
+    for code, number, first, end, left, right in kinds.T.tolist():
+        args = table.args[number]
+        if code in products:
+            cols = right - left if code == abi.code("gemv_splitk") else int(args["cols"])
+            heads = 1
+            if args["head_rows"]:
+                heads = (end - 1) // int(args["head_rows"]) - first // int(args["head_rows"]) + 1
+            rows = config.n_routed_experts if code == abi.code("moe_gate_topk") else end - first
+            rows *= 2 if code == abi.code("gemv_silu") else 1
+            x_items = max(x_items, heads * cols)
+            slots = max(slots, rows * parts_of_row(cols, shape))
+            if args["input_kind"] == abi.value("Input", "merge"):
+                heads = heads if args["head_rows"] else cols // int(args["head_stride"])
+                scratch = max(scratch, heads * int(args["chunks"]))
+        elif code == abi.code("attn_chunk"):
+            heads = (end - first) // int(args["head_stride"])
+            main = config.qk_nope_head_dim if args["absorbed"] < 0 else config.kv_lora_rank
+            x_items = max(x_items, (heads + 1) * (main + config.qk_rope_head_dim))
+            scratch = max(scratch, heads * (right - left))
+        elif code == abi.code("attn_merge"):
+            scratch = max(scratch, (end - first) // int(args["head_stride"]) * int(args["chunks"]))
+    needs = dict(x_items=x_items, slots=slots, scratch=scratch)
+    floors = FLOORS.get(target, {})
+    # whole vectors of 16 bytes
+    needs = {name: max(-(-need // 8) * 8, floors.get(name, 0)) for name, need in needs.items()}
+    return BuildConfig(**(needs | shape))
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+
+
+def cache_folder() -> Path:
+    """Where builds are kept: $MEGAKERNEL_CACHE, or megakernel in the user's cache folder."""
+    if folder := os.environ.get("MEGAKERNEL_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megakernel"
+
+
+def digest(config: BuildConfig, target: str, options: Sequence[str] = ()) -> str:
+    """The hash by which a build is known."""
+    text = hashlib.sha256()
+    for path in sorted(CSRC.rglob("*")):
+        if path.is_file():
+            text.update(f"{path.relative_to(CSRC)}\0".encode() + path.read_bytes() + b"\0")
+    text.update("\0".join([config.header(), target, *options]).encode())
+    return text.hexdigest()[:20]
+
+
+def write_config(config: BuildConfig, folder: Path) -> None:
+    """Writes build_config.h into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "build_config.h").write_text(config.header(), encoding="utf-8")
+
+
+def compile_options(config: BuildConfig, target: str, folder: Path) -> list[str]:
+    """Options that compile csrc/kernel.cu (or, for "host", csrc/host.cpp) with any compiler of the target.
+
+    Args:
+        folder: gets build_config.h.
+    """
+    write_config(config, folder)
+    options = ["-std=c++17", "-O3" if target != "host" else "-O2", f"-I{CSRC}", f"-I{folder}"]
+    return [*options, "-DMK_HOST"] if target == "host" else options
+
+
+class BuildError(RuntimeError):
+    """A compiler is missing or refused the source; the message holds what it said."""
+
+
+def host_library(config: BuildConfig) -> Path:
+    """The shared library of the host's build, made unless the cache has it.
+
+    Raises:
+        BuildError: there is no C++ compiler ($CXX, or g++), or it fails.
+    """
+    return _host("library.so", config, ["-fPIC", "-shared"], [CSRC / "host.cpp"])
+
+
+def host_program(config: BuildConfig, sanitizers: str = "address,undefined") -> Path:
+    """A program that runs launches written to a file (`megakernel.native.save`) under sanitizers.
+
+    Raises:
+        BuildError: as for `host_library`.
+    """
+    options = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g1"] if sanitizers else []
+    return _host("program", config, options, [CSRC / "host.cpp", CSRC / "host_main.cpp"])
+
+
+def _host(name: str, config: BuildConfig, more: Sequence[str], sources: Sequence[Path]) -> Path:
+    compiler = os.environ.get("CXX") or "g++"
+    if not shutil.which(compiler):
+        raise BuildError(f"no C++ compiler {compiler}; install g++, or name another one in CXX")
+    options = ["-Wall", "-Wextra", "-Werror", *more]
+    folder = cache_folder() / f"host-{digest(config, 'host', [compiler, *options])}"
+    output = folder / name
+    if output.is_file():
+        return output
+    folder.mkdir(parents=True, exist_ok=True)
+    # made aside and moved, so that a killed or a second process never leaves half a build under the name
+    with tempfile.TemporaryDirectory(dir=folder) as aside:
+        command = [compiler, *compile_options(config, "host", Path(aside)), *options, *map(str, sources)]
+        done = subprocess.run([*command, "-o", f"{aside}/{name}"], capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+        os.replace(f"{aside}/{name}", output)
+    return output
+
+
+def load(config: BuildConfig, target: str = "host") -> ctypes.CDLL:
+    """A build as a library, made unless the cache has it, after its records were compared with those of `abi`.
+
+    Raises:
+        BuildError: a compiler is missing or fails.
+        RuntimeError: the build lays its records out differently than Python does.
+    """
+    if target == "host":
+        library = ctypes.CDLL(str(host_library(config)))
+    else:
+        library = ctypes.CDLL(str(_gpu_library(config, target)))
+    expected = abi.layout()
+    numbers = (ctypes.c_int32 * (len(expected) + 1))()
+    count = library.mk_layout(numbers, len(numbers))
+    if list(numbers)[:count] != expected:
+        raise RuntimeError(f"the {target} build and megakernel/abi.py disagree about their records: rebuild it")
+    return library
+
+
+def _gpu_library(config: BuildConfig, target: str) -> Path:
+    """csrc/kernel.cu, compiled by torch.utils.cpp_extension; a ROCm build of torch hipifies it first."""
+    import torch
+    from torch.utils import cpp_extension
+
+    options = ["-O3"]
+    if target == "sm_90a":
+        options.append("-gencode=arch=compute_90a,code=sm_90a")
+    folder = cache_folder() / f"{target}-{digest(config, target, [*options, torch.__version__])}"
+    library = folder / "megakernel.so"
+    if library.is_file():
+        return library
+    write_config(config, folder)
+    # hipify writes beside the sources, which may be installed where nobody may write
+    sources = folder / "csrc"
+    shutil.copytree(CSRC, sources, dirs_exist_ok=True)
+    try:
+        cpp_extension.load(
+            "megakernel",
+            [str(sources / "kernel.cu")],
+            extra_cuda_cflags=options,
+            extra_include_paths=[str(sources), str(folder)],
+            build_directory=str(folder),
+            is_python_module=False,
+            with_cuda=True,
+        )
+    except (RuntimeError, OSError) as error:
+        raise BuildError(str(error)) from error
+    return library

@@ -1,0 +1,116 @@
+// The matrix products: y = W x for the rows of a task, W from the ring. First the consumers put x into shared memory
+// (normed or merged on the way if the task says so), then every team multiplies its pieces, then each row's sums are
+// added in a fixed order and given to what the op does with a row.
+#pragma once
+
+#include "merge.h"
+#include "norm.h"
+#include "wait.h"
+
+namespace mk {
+
+struct Consumer {
+  const Params& p;
+  Shared& sh;
+  uint32_t pieces;  // streamed so far
+  int iteration;
+
+  MK_DEVICE int position() const { return p.position + iteration; }
+};
+
+// Heads whose inputs the rows of a task multiply: [first, end); one if all rows have the same input.
+MK_DEVICE void heads_of(const Task& task, const Args& args, int* first, int* end) {
+  *first = args.head_rows ? task.rows[0] / args.head_rows : 0;
+  *end = args.head_rows ? (task.rows[1] - 1) / args.head_rows + 1 : 1;
+}
+
+MK_DEVICE void stage_input(Consumer& c, const Task& task, const Args& args) {
+  int at = (By)task.by == By::all ? 0 : task.at;
+  const unsigned char* from = (const unsigned char*)c.p.work + args.input + at * args.input_bytes;
+  bf16* x = c.sh.x;
+  switch ((Input)args.input_kind) {
+    case Input::norm:
+      norm(c.sh, (const bf16*)from, (const bf16*)(c.p.weights + args.norm), args.cols, args.kv_eps ? c.p.kv_eps : c.p.eps, x);
+      break;
+    case Input::merge: {
+      int first, end;
+      heads_of(task, args, &first, &end);
+      if (!args.head_rows) end = args.cols / args.head_stride;
+      merge(c.sh, (const float*)from, args.chunks, c.p.heads, first, end, args.head_stride, x);
+      break;
+    }
+    case Input::plain: {
+      int first, end;
+      heads_of(task, args, &first, &end);
+      bool split = (Code)task.code == Code::gemv_splitk;
+      int cols = split ? task.chunk[1] - task.chunk[0] : args.cols;
+      const bf16* vector = (const bf16*)from + (split ? task.chunk[0] : 0);
+      for (int head = first; head < end; ++head)
+        for (int i = thread(); i < cols; i += CONSUMERS)
+          x[(head - first) * cols + i] = fresh(&vector[head * args.head_stride + i]);
+      break;
+    }
+  }
+}
+
+MK_DEVICE float dot(const bf16* weights, const bf16* x, int begin, int end, int step) {
+  float sum = 0;
+  for (int i = begin; i < end; i += step) {
+    Vec16 w = *(const Vec16*)(weights + i), v = *(const Vec16*)(x + i);
+    for (int j = 0; j < 4; ++j) {
+      sum = fmaf(low_half(w.word[j]), low_half(v.word[j]), sum);
+      sum = fmaf(high_half(w.word[j]), high_half(v.word[j]), sum);
+    }
+  }
+  return sum;
+}
+
+// One wave's share of a piece: whole rows of it, or every TEAM_WAVES-th part of its rows if these are fewer.
+MK_DEVICE void multiply(Shared& sh, const Task& task, const Args& args, const Stream& s, const Piece& piece, const bf16* stage) {
+  bool together = s.at_once < TEAM_WAVES;
+  int mine = wave() % TEAM_WAVES;
+  int first_head, end_head;
+  heads_of(task, args, &first_head, &end_head);
+  for (int row = together ? 0 : mine; row < piece.rows; row += together ? 1 : TEAM_WAVES) {
+    int at = piece.row + row;
+    int head = args.head_rows ? (task.rows[0] + at) / args.head_rows - first_head : 0;
+    const bf16* x = sh.x + head * s.cols + piece.col;
+    int begin = (together ? mine * WAVE : 0) + lane();
+    float sum = wave_sum(dot(stage + row * piece.cols, x, begin * 8, piece.cols, (together ? TEAM_WAVES : 1) * WAVE * 8));
+    int part = piece.col / s.piece * (together ? TEAM_WAVES : 1) + (together ? mine : 0);
+    if (lane() == 0) sh.slots[at * s.parts + part] = sum;
+  }
+}
+
+// Sums of the rows of a task in `slots`, of both matrices if it has two. All consumers call it.
+MK_DEVICE void product(Consumer& c, const Task& task, const Args& args, const Stream& s) {
+  Shared& sh = c.sh;
+  stage_input(c, task, args);
+  consumer_sync();
+  int team = wave() / TEAM_WAVES;
+  // the first piece of this team from here on
+  int number = (int)((uint32_t)(team + TEAMS) - c.pieces % TEAMS) % TEAMS;
+  for (; number < s.count; number += TEAMS) {
+    uint32_t piece = c.pieces + number, stage = piece % STAGES;
+    // after a launch was given up nothing arrives, and nothing that is computed counts
+    gate_wait(c.p, sh, &sh.full[stage], piece / STAGES);
+    multiply(sh, task, args, s, piece_of(s, number), (const bf16*)sh.ring[stage]);
+    wave_sync();
+    if (lane() == 0) gate_arrive(&sh.empty[stage]);
+  }
+  c.pieces += s.count;
+  consumer_sync();
+}
+
+MK_DEVICE float row_sum(const Shared& sh, const Stream& s, int row) {
+  float sum = 0;
+  for (int part = 0; part < s.parts; ++part) sum += sh.slots[row * s.parts + part];
+  return sum;
+}
+
+MK_DEVICE bf16* output_of(const Params& p, const Task& task, const Args& args) {
+  int at = (By)task.by == By::all ? 0 : task.at;
+  return (bf16*)(p.work + args.out + at * args.out_bytes);
+}
+
+}  // namespace mk

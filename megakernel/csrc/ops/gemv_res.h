@@ -1,0 +1,18 @@
+// out = residual + W x.
+#pragma once
+
+#include "../gemv.h"
+
+namespace mk {
+
+MK_DEVICE void gemv_res(Consumer& c, const Task& task, const Args& args, const Stream& s) {
+  product(c, task, args, s);
+  const bf16* residual = (const bf16*)(c.p.work + args.residual);
+  bf16* out = output_of(c.p, task, args);
+  for (int i = thread(); i < s.rows; i += CONSUMERS) {
+    int row = task.rows[0] + i;
+    out[row] = to_bf16(to_float(fresh(&residual[row])) + rounded(row_sum(c.sh, s, i)));
+  }
+}
+
+}  // namespace mk

@@ -1,0 +1,114 @@
+// CUDA, compute capability 9.0: mbarriers and bulk copies.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <math.h>
+#include <string.h>
+
+#define MK_DEVICE __device__ __forceinline__
+#define MK_KERNEL extern "C" __global__ void __launch_bounds__(mk::THREADS, 1)
+#define MK_PARAMS const __grid_constant__ mk::Params
+// More than 48 KB has to be asked for at the launch.
+#define MK_SHARED(name) extern __shared__ unsigned char name##_bytes[]; mk::Shared& name = *(mk::Shared*)name##_bytes
+#define MK_SHARED_AT_LAUNCH sizeof(mk::Shared)
+
+namespace mk {
+
+constexpr int WAVE = 32;
+constexpr int SHARED_LIMIT = 227 * 1024;
+constexpr int THREADS = (CONSUMER_WAVES + 1) * WAVE;
+
+MK_DEVICE int thread() { return (int)threadIdx.x; }
+MK_DEVICE int block() { return (int)blockIdx.x; }
+
+template <class T>
+MK_DEVICE T shuffle_xor(T value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+template <class T>
+MK_DEVICE T shuffle_first(T value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
+
+MK_DEVICE void wave_sync() { __syncwarp(); }
+MK_DEVICE void block_sync() { __syncthreads(); }
+MK_DEVICE void consumer_sync_init() {}
+MK_DEVICE void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMER_WAVES * WAVE) : "memory"); }
+
+MK_DEVICE uint32_t load_relaxed(const uint32_t* p) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+MK_DEVICE uint32_t load_acquire(const uint32_t* p) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+MK_DEVICE uint64_t load_acquire(const uint64_t* p) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+MK_DEVICE void store_relaxed(uint32_t* p, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+MK_DEVICE void store_release(uint64_t* p, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+MK_DEVICE uint32_t add_relaxed(uint32_t* p, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(value) : "memory");
+  return old;
+}
+MK_DEVICE uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(value) : "memory");
+  return old;
+}
+
+template <class T>
+MK_DEVICE T fresh(const T* p) {
+  return __ldcg(p);
+}
+
+MK_DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+struct alignas(8) Gate {
+  uint64_t state;
+};
+
+MK_DEVICE void gate_init(Gate* g, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(g)), "r"(arrivals) : "memory");
+}
+// Makes initialised gates visible to the unit that copies.
+MK_DEVICE void gates_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+MK_DEVICE void gate_arrive(Gate* g) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(g)) : "memory");
+}
+MK_DEVICE void gate_expect(Gate* g, int bytes) {
+  if (thread() % WAVE == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(g)), "r"(bytes) : "memory");
+}
+MK_DEVICE void gate_copied(Gate*) {}
+MK_DEVICE bool gate_try_wait(Gate* g, int odd) {
+  uint32_t complete;
+  asm volatile(
+      "{ .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p; }"
+      : "=r"(complete)
+      : "r"(shared_address(g)), "r"(odd)
+      : "memory");
+  return complete;
+}
+MK_DEVICE void copy_async(void* shared, const void* global, int bytes, Gate* g) {
+  if (thread() % WAVE == 0)
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(g))
+        : "memory");
+}
+
+MK_DEVICE void pause() {}
+
+}  // namespace mk

@@ -1,0 +1,99 @@
+// Weights on their way through shared memory: which pieces of which matrices a task reads, in which order. The producer
+// wave and the consumers go through the same pieces, so both derive them from the task alone.
+//
+// A piece is a few whole rows, or a part of one row where a row is larger than a stage. Piece c goes into stage
+// c mod STAGES and belongs to team c mod TEAMS, c counting all pieces that the block has ever streamed.
+#pragma once
+
+#include "shared.h"
+
+namespace mk {
+
+struct Stream {
+  const unsigned char* matrix[2];
+  int rows;       // of each matrix
+  int matrices;   // 1, or 2 whose rows follow each other
+  int pitch;      // elements from row to row
+  int cols;       // elements of a row that are read
+  int at_once;    // rows of a piece
+  int pieces;     // of a row
+  int piece;      // elements of a piece of a row
+  int parts;      // sums that a row leaves: of each piece one, or one for each wave of the team
+  int count;      // pieces in all
+
+  MK_DEVICE int total_rows() const { return rows * matrices; }
+};
+
+struct Piece {
+  int row, rows;  // counted through both matrices
+  int col, cols;
+};
+
+MK_DEVICE bool streams(const Task& task) {
+  switch ((Code)task.code) {
+    case Code::gemv: case Code::gemv_res: case Code::gemv_silu: case Code::gemv_splitk: case Code::moe_gate_topk:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// The expert whose matrices a task reads: its number, 0 where there are no experts, -1 if the task has nothing to do.
+MK_DEVICE int expert_of(const Params& p, const Task& task, const Args& args) {
+  if ((By)task.by == By::all) return 0;
+  const Routing* routing = (const Routing*)(p.work + args.routing);
+  if ((By)task.by == By::slot) return fresh(&routing[task.at].expert);
+  for (int i = 0; i < p.topk; ++i)
+    if (fresh(&routing[i].expert) == task.at) return task.at;
+  return -1;
+}
+
+MK_DEVICE Stream stream_of(const Params& p, const Task& task, const Args& args, int expert) {
+  Stream s;
+  bool split = (Code)task.code == Code::gemv_splitk;
+  int first = (Code)task.code == Code::moe_gate_topk ? 0 : task.rows[0];
+  s.rows = (Code)task.code == Code::moe_gate_topk ? p.experts : task.rows[1] - task.rows[0];
+  s.matrices = (Code)task.code == Code::gemv_silu ? 2 : 1;
+  s.pitch = args.cols;
+  s.cols = split ? task.chunk[1] - task.chunk[0] : args.cols;
+  int64_t offset = expert * args.matrix_bytes + 2 * ((int64_t)first * s.pitch + (split ? task.chunk[0] : 0));
+  s.matrix[0] = (const unsigned char*)p.weights + args.weight + offset;
+  s.matrix[1] = (const unsigned char*)p.weights + args.weight2 + offset;
+  constexpr int ITEMS = STAGE_BYTES / 2;
+  s.piece = s.cols < ITEMS ? s.cols : ITEMS;
+  s.pieces = (s.cols + s.piece - 1) / s.piece;
+  s.at_once = s.pieces > 1 ? 1 : ITEMS / s.cols;
+  s.parts = s.pieces * (s.at_once < TEAM_WAVES ? TEAM_WAVES : 1);
+  s.count = (s.total_rows() + s.at_once - 1) / s.at_once * s.pieces;
+  return s;
+}
+
+MK_DEVICE Piece piece_of(const Stream& s, int number) {
+  Piece piece;
+  piece.row = number / s.pieces * s.at_once;
+  piece.rows = s.total_rows() - piece.row < s.at_once ? s.total_rows() - piece.row : s.at_once;
+  piece.col = number % s.pieces * s.piece;
+  piece.cols = s.cols - piece.col < s.piece ? s.cols - piece.col : s.piece;
+  return piece;
+}
+
+// By the producer wave: starts the copies of a piece. Rows that follow each other in memory are one copy.
+MK_DEVICE void fetch(const Stream& s, const Piece& piece, unsigned char* stage, Gate* full) {
+  int bytes = 2 * piece.cols;
+  gate_expect(full, piece.rows * bytes);
+  for (int row = 0; row < piece.rows;) {
+    int at = piece.row + row;
+    int matrix = at >= s.rows;
+    int within = at - matrix * s.rows;
+    int run = 1;
+    if (s.pitch == piece.cols) {
+      run = s.rows - within;
+      if (run > piece.rows - row) run = piece.rows - row;
+    }
+    copy_async(stage + row * bytes, s.matrix[matrix] + 2 * ((int64_t)within * s.pitch + piece.col), run * bytes, full);
+    row += run;
+  }
+  gate_copied(full);
+}
+
+}  // namespace mk

@@ -1,0 +1,68 @@
+// Waiting with a budget. A wait that takes too long gives the launch up for all workers; each of them then leaves, and
+// writes down what it was doing.
+#pragma once
+
+#include "stream.h"
+
+namespace mk {
+
+struct Spin {
+  const Params& p;
+  Shared& sh;
+  int64_t left;
+
+  MK_DEVICE Spin(const Params& p, Shared& sh) : p(p), sh(sh), left(p.spin_budget) {}
+
+  // After an unsuccessful poll: whether to go on.
+  MK_DEVICE bool again() {
+    uint32_t* abort = (uint32_t*)p.abort;
+    if (left-- <= 0) store_relaxed(abort, 1);
+    if (load_relaxed(abort)) {
+      sh.dead = 1;
+      return false;
+    }
+    pause();
+    return true;
+  }
+};
+
+// False if the launch was given up.
+MK_DEVICE bool gate_wait(const Params& p, Shared& sh, Gate* gate, uint32_t phase) {
+  Spin spin(p, sh);
+  while (!gate_try_wait(gate, (int)(phase & 1u)))
+    if (!spin.again()) return false;
+  return true;
+}
+
+MK_DEVICE uint32_t threshold_of(const Params& p, int event, int iteration) {
+  return (uint32_t)((const int32_t*)p.thresholds)[event] * (uint32_t)(iteration + 1);
+}
+
+MK_DEVICE Dump* dump_of(const Params& p) { return (Dump*)p.dump + block(); }
+
+// All of a wave wait, and all get the same answer.
+MK_DEVICE bool wave_gate_wait(const Params& p, Shared& sh, Gate* gate, uint32_t phase) {
+  int alive = 1;
+  if (lane() == 0) alive = gate_wait(p, sh, gate, phase);
+  return shuffle_first(alive);
+}
+
+// By one thread: returns when the event has fired often enough, with everything written before it visible to this
+// thread. False if the launch was given up; `dump` takes what was waited for, unless it is null.
+MK_DEVICE bool event_wait(const Params& p, Shared& sh, int event, int iteration, Dump* dump) {
+  const uint32_t* counter = (const uint32_t*)p.counters + event;
+  uint32_t threshold = threshold_of(p, event, iteration);
+  Spin spin(p, sh);
+  while ((int32_t)(load_relaxed(counter) - threshold) < 0)
+    if (!spin.again()) {
+      if (!dump) return false;
+      dump->event = event;
+      dump->value = load_relaxed(counter);
+      dump->threshold = threshold;
+      return false;
+    }
+  load_acquire(counter);
+  return true;
+}
+
+}  // namespace mk
