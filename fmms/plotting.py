@@ -29,6 +29,15 @@ SYSTEMS = {
     "vllm-topk-topp": {"color": "#FBAFE4", "marker": "*", "linestyle": "--"},
 }
 
+# Whole decoders, which no figure shows together with samplers.
+DECODERS = {
+    "megakernel": {"color": "#0173B2", "marker": "o", "linestyle": "-"},
+    "transformers-eager": {"color": "#DE8F05", "marker": "^", "linestyle": "--"},
+    "transformers-graph": {"color": "#D55E00", "marker": "v", "linestyle": "--"},
+    "transformers-compile": {"color": "#CA9161", "marker": "P", "linestyle": "--"},
+    "vllm": {"color": "#029E73", "marker": "s", "linestyle": "-."},
+}
+
 PALETTE = ("#0173B2", "#DE8F05", "#029E73", "#D55E00", "#CC78BC", "#CA9161", "#FBAFE4", "#949494", "#ECE133", "#56B4E9")
 
 STYLE = {
@@ -84,9 +93,10 @@ def figure(width: str = "column", height: float | None = None, ncols: int = 1, n
 
 def system_style(name: str) -> dict:
     """Colour, marker, dash and label of one system, as keywords for `Axes.plot`. ValueError for an unknown name."""
-    if name not in SYSTEMS:
-        raise ValueError(f"system is {name!r}; expected one of {', '.join(SYSTEMS)}")
-    return {**SYSTEMS[name], "label": name}
+    known = SYSTEMS | DECODERS
+    if name not in known:
+        raise ValueError(f"system is {name!r}; expected one of {', '.join(known)}")
+    return {**known[name], "label": name}
 
 
 def hardware_note(profile: str, name: str | None = None) -> str:

@@ -1,9 +1,12 @@
-"""Published sampler times and speedups (`data/reference/`), in the names of our own results."""
+"""Published times and speedups of samplers and decoders (`data/reference/`), in the names of our own results."""
+
+import re
 
 from fmms import paths
 
 BASELINES = "one H200, torch 2.11.0+cu130, Triton 3.6.0, FlashInfer 0.6.8.post1, cold L2, n = 40"
 PAPER = "FlashSampling, arXiv 2603.15854 v2"
+DECODES = "one H200, vLLM 0.20.2 and transformers 5.17.0, random or dummy weights, 1,024 prompt tokens"
 
 _CASES = {"qwen3_8b": "qwen3-8b", "dsv2_lite": "deepseek-v2-lite", "llama3_70b": "llama3-70b"}
 _SYSTEMS = {
@@ -15,6 +18,12 @@ _SYSTEMS = {
     "flashsampling": "flashsampling",
 }
 _PAPER_CASES = {(151936, 4096): "qwen3-8b", (128256, 8192): "llama3-70b"}
+_DECODERS = {
+    "vLLM [^,]+, ": "vllm",
+    "HF transformers [^,]+ eager, ": "transformers-eager",
+    "HF transformers [^,]+ CUDA graph, ": "transformers-graph",
+    "HF transformers [^,]+ torch.compile [^,]+, ": "transformers-compile",
+}
 _PAPER_PEERS = {
     "FlashSampling vs Multinomial Sampling": "torch-multinomial",
     "FlashSampling vs FI2 (Gumbel-Max)": "flashinfer-logits",
@@ -57,6 +66,30 @@ def paper_speedups():
     table = table.rename(columns={"value": "speedup"}).dropna(subset=["case"])
     table["speedup"] = table["speedup"].astype(float)
     return table[["case", "V", "D", "H", "gpu", "over", "speedup", "table"]].astype({"H": int})
+
+
+def decode_baselines():
+    """Times of a decode step of DeepSeek-V2-Lite on an H200 as a DataFrame: system, config, batch, ms_per_token, note.
+
+    config: what sets it apart from other rows of the system. Raises FileNotFoundError without the file.
+    """
+    table = _read("h200_decode_baselines.csv")
+    named = [
+        next((name, text[found.end() :]) for start, name in _DECODERS.items() if (found := re.match(start, text)))
+        for text in table["system"]
+    ]
+    table["system"], table["config"] = zip(*named, strict=True)
+    return table[["system", "config", "batch", "ms_per_token", "note"]]
+
+
+def read_ceiling() -> float:
+    """The best read bandwidth of an H200 that is published here, in bytes per second.
+
+    Raises FileNotFoundError without the file.
+    """
+    table = _read("h200_ceilings.csv")
+    best = table[table["quantity"].str.startswith("best stream read") & (table["unit"] == "TB/s")]
+    return float(best["value"].max()) * 1e12
 
 
 def _read(name: str):

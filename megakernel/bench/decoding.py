@@ -1,0 +1,298 @@
+"""A decode as it is measured: the reference's tokens and margins, the check of a system's tokens, the time of a step.
+
+A latency is written only beside a passed check of the tokens. Which systems there are is left to others
+(`megakernel.bench.transformers_decode` has those of transformers).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from megakernel import reference
+from megakernel.config import ModelConfig
+
+COLUMNS = (
+    "system", "config", "batch", "T", "tokens", "p50_ms", "p95_ms", "min_ms", "n", "gb_per_token", "tbps",
+    "tokens_match", "reason",
+)  # fmt: skip
+"""Of decode rows. T: positions that the last step attends over; tokens: decode steps; n: timed steps; gb_per_token:
+1e9 bytes of weights and cache that a token needs at T, however often a system moves them; tbps: 1e12 bytes per second,
+those over p50; tokens_match: leading tokens equal to the reference's, such as "32/32"."""
+
+METHODS = {
+    "cuda": "CUDA events at the boundaries of the steps of a running decode, so waits for the host count",
+    "cpu": "perf_counter at the boundaries of the steps of a running decode",
+}
+NEAR_TIE = 0.1
+"""Distance of the two largest logits under which another token is no surprise in bf16."""
+LOGIT_ERROR = 0.05
+"""Largest error of a logit, over the largest one, that can still be rounding in bf16; see `check_tokens`."""
+
+
+class Routing(NamedTuple):
+    """What a layer's router said of N positions."""
+
+    logits: torch.Tensor
+    """fp32 [N, n_routed_experts]."""
+    experts: torch.Tensor
+    """int64 [N, k], in any order."""
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Greedy tokens of a system; entry 0 is of the prefill, entry s of decode step s."""
+
+    tokens: list[int]
+    """S + 1 ids: the one that follows the prompt, then one of each of S decode steps."""
+    logits: torch.Tensor
+    """[S + 1, V]: entry s is what token s is the largest of."""
+    routing: list[dict[int, Routing]] = field(repr=False)
+    """By layer with experts: entry 0 of all positions of the prompt, the others of one."""
+
+
+@dataclass(frozen=True)
+class ReferenceDecode:
+    """Greedy tokens of `megakernel.reference`, and how close each choice was; entry 0 is of the prefill."""
+
+    tokens: list[int]
+    """S + 1 ids: the one that follows the prompt, then one of each of S decode steps."""
+    logits: torch.Tensor
+    """[S + 1, V] in the dtype of the weights: entry s is what token s is the largest of."""
+    margins: list[float]
+    """S + 1 distances of the two largest logits."""
+    router_logits: dict[int, torch.Tensor] = field(repr=False)
+    """By layer with experts, fp32 [S + 1, n_routed_experts]; of the prefill that of its last position."""
+
+    def router_margins(self, k: int) -> dict[int, list[float]]:
+        """By layer, S + 1 distances of the k-th and the next router logit: how close another expert was."""
+        return {layer: top_margins(logits, k) for layer, logits in self.router_logits.items()}
+
+
+def top_margins(logits: torch.Tensor, k: int = 1) -> list[float]:
+    """Distance of the k-th and the next largest entry of each row of logits [N, V], in fp32; ties are 0."""
+    top = logits.float().topk(k + 1, dim=-1).values
+    return (top[:, k - 1] - top[:, k]).tolist()
+
+
+def reference_decode(weights, config: ModelConfig, prompt: Sequence[int] | torch.Tensor, steps: int) -> ReferenceDecode:
+    """Prefill a prompt with `megakernel.reference`, then decode `steps` tokens, each the one of the largest logit.
+
+    Raises:
+        ValueError: as `reference.prefill`, or steps < 1.
+    """
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; expected at least 1")
+    layers = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)]
+    trace: dict = {}
+    logits, cache = reference.prefill(weights, config, prompt, trace=trace)
+    kept, routed = [logits[-1].clone()], [[trace[layer]["router_logits"][-1] for layer in layers]]
+    tokens = [int(kept[0].argmax())]
+    del logits
+    for _ in range(steps):
+        trace = {}
+        step, cache = reference.decode_step(weights, config, tokens[-1], len(cache[0].latent), cache, trace=trace)
+        tokens.append(int(step.argmax()))
+        kept.append(step)
+        routed.append([trace[layer]["router_logits"][0] for layer in layers])
+    stacked = torch.stack(kept)
+    router = {layer: torch.stack([row[n] for row in routed]) for n, layer in enumerate(layers)}
+    return ReferenceDecode(tokens, stacked, top_margins(stacked), router)
+
+
+# ------------------------------------------------------------------------------------------------------------- decoders
+
+
+class Decoder(Protocol):
+    """A system that decodes greedily, one step a call, without waiting for the device."""
+
+    logits: torch.Tensor
+    """[V], of the last step; a later step may overwrite it."""
+    routing: dict[int, Routing]
+    """Of the last step, likewise, if `watch` is set."""
+    watch: bool
+
+    def start(self) -> None:
+        """Prefill the prompt and choose the token that follows it; what was decoded before is dropped."""
+
+    def step(self) -> None:
+        """One decode step: embed the last token, choose the next."""
+
+    def tokens(self) -> list[int]:
+        """The token of the prefill and of each step since `start`; waits for the device."""
+
+
+def run(decoder: Decoder, steps: int) -> Decode:
+    """One untimed decode of `steps` steps that keeps logits and routing."""
+
+    def keep():
+        logits.append(decoder.logits.clone())
+        routing.append({layer: Routing(*(t.clone() for t in one)) for layer, one in decoder.routing.items()})
+
+    logits, routing = [], []
+    decoder.watch = True
+    try:
+        decoder.start()
+        keep()
+        for _ in range(steps):
+            decoder.step()
+            keep()
+    finally:
+        decoder.watch = False
+    return Decode(decoder.tokens(), torch.stack(logits), routing)
+
+
+def time_steps(decoder: Decoder, steps: int, device: torch.device | str) -> tuple[np.ndarray, list[int]]:
+    """One timed decode: seconds of each step, fp64 [steps], by METHODS; and its tokens. The prefill isn't timed."""
+    decoder.start()
+    if torch.device(device).type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            decoder.step()
+            marks.append(time.perf_counter())
+        return np.diff(marks), decoder.tokens()
+    with torch.cuda.device(device):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for event in events[1:]:
+            decoder.step()
+            event.record()
+        torch.cuda.synchronize()
+        times = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+        return np.array(times) / 1e3, decoder.tokens()
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a system's tokens are the reference's, as far as rounding lets them be."""
+
+    matched: int
+    """Leading decode steps with the reference's token."""
+    steps: int
+    passed: bool
+    reason: str
+
+    @property
+    def tokens_match(self) -> str:
+        return f"{self.matched}/{self.steps}"
+
+
+class RoutingDifferences(NamedTuple):
+    """Choices of experts of a layer that aren't the reference's on the same path."""
+
+    choices: int
+    differ: int
+    unexplained: int
+    """Those that no near-tie explains."""
+    widest: float
+    """The largest distance of router logits that a differing choice had to bridge."""
+
+    def __add__(self, other):
+        return RoutingDifferences(*(a + b for a, b in zip(self[:3], other[:3], strict=True)), max(self[3], other[3]))
+
+    def __str__(self):
+        if not self.differ:
+            return f"{self.choices} choices of experts are equal"
+        return f"{self.differ} of {self.choices} choices of experts differ, at margins up to {self.widest:.2g}"
+
+
+def routing_differences(config: ModelConfig, mine: torch.Tensor, theirs: Routing) -> RoutingDifferences:
+    """Compare the experts that another implementation chose with those of the reference, computed on the same path.
+
+    A choice may differ where the router logits of the dropped and the added expert are no further apart than the
+    largest error of a router logit of this layer, and that is at most LOGIT_ERROR of the largest one.
+
+    Args:
+        mine: the reference's router logits, fp32 [N, n_routed_experts].
+        theirs: of the same N positions.
+    """
+    own = torch.zeros_like(mine, dtype=torch.bool).scatter_(1, reference.route(mine, config)[0], True)
+    other = torch.zeros_like(own).scatter_(1, theirs.experts, True)
+    dropped = mine.masked_fill(~(own & ~other), -torch.inf).max(-1).values
+    added = mine.masked_fill(~(other & ~own), torch.inf).min(-1).values
+    margins = (dropped - added)[(own != other).any(-1)]
+    error = (mine - theirs.logits).abs().max()
+    # written so that a NaN explains nothing
+    near = (margins <= error) & (error <= LOGIT_ERROR * mine.abs().max())
+    widest = max([0.0, *margins.tolist()])
+    return RoutingDifferences(len(mine), len(margins), int((~near).sum()), widest)
+
+
+def check_tokens(
+    decode: Decode, expected: ReferenceDecode, weights: Mapping[str, torch.Tensor], config: ModelConfig, prompt
+) -> Verdict:
+    """Compare a free-running greedy decode with the reference's.
+
+    Other tokens than the reference's pass only from a near-tie on. Then the reference is run again along the system's
+    tokens and with the experts that it chose, so that a near-tie of a router, which moves all that follows, is seen for
+    itself (`routing_differences`). At every step of that text the reference must choose the system's token, or hold it
+    closer to its own than the largest difference of the logits there; and that difference must be at most LOGIT_ERROR
+    of the largest logit.
+
+    Args:
+        decode: of the system.
+        expected: of the same prompt and number of steps.
+        weights, config, prompt: as `reference_decode` takes them.
+
+    Raises:
+        ValueError: another number of tokens or another vocabulary than expected.
+    """
+    count, shape = len(expected.tokens), tuple(expected.logits.shape)
+    if len(decode.tokens) != count or tuple(decode.logits.shape) != shape:
+        found = f"{len(decode.tokens)} with {tuple(decode.logits.shape)}"
+        raise ValueError(f"tokens: expected {count} with logits {shape}, found {found}")
+    pairs = enumerate(zip(decode.tokens, expected.tokens, strict=True))
+    first = next((n for n, (theirs, mine) in pairs if theirs != mine), None)
+    if first is None:
+        return Verdict(count - 1, count - 1, True, "tokens equal the reference's")
+
+    cache, routed, same, worst, furthest, wrong = None, RoutingDifferences(0, 0, 0, 0.0), 0, 0.0, 0.0, []
+    for number, token in enumerate(decode.tokens):
+        given = prompt if number == 0 else decode.tokens[number - 1 : number]
+        theirs, trace = decode.routing[number], {}
+        forced = {layer: routing.experts for layer, routing in theirs.items()}
+        logits, cache = reference.prefill(weights, config, given, cache, forced=forced, trace=trace)
+        for layer, routing in theirs.items():
+            routed += routing_differences(config, trace[layer]["router_logits"], routing)
+        mine = logits[-1].float()
+        error, most = float((decode.logits[number].float() - mine).abs().max()), float(mine.abs().max())
+        behind = float(mine.max() - mine[token])
+        same, worst, furthest = same + (behind == 0), max(worst, error / max(most, 1e-30)), max(furthest, behind)
+        # written so that a NaN fails
+        if not ((behind == 0 or behind < error) and error <= LOGIT_ERROR * most):
+            wrong.append(f"step {number} ({behind:.3g} behind, logits differ by {error:.3g} of {most:.3g})")
+    passed = not wrong and not routed.unexplained
+    reason = (
+        f"another token from {f'step {first}' if first else 'the prefill'} on, margin {expected.margins[first]:.3g}"
+    )
+    reason += ", explained" if passed else ", which rounding does not explain"
+    reason += (
+        f": along its text, with its experts, the reference chooses {same} of {count} tokens likewise, the others are "
+        f"at most {furthest:.2g} behind; logits differ by up to {worst:.2%} of the largest; {routed}"
+    )
+    if wrong:
+        reason += f"; wrong at {wrong[0]}" + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+    return Verdict(max(0, first - 1), count - 1, passed, reason)
+
+
+def row(system: str, config: str, length: int, steps: int, bytes_per_token: float, **given) -> dict:
+    """A decode row of batch 1 (`COLUMNS`) without times; `bytes_per_token`: bytes that a token needs."""
+    about = {"system": system, "config": config, "batch": 1, "T": length, "tokens": steps}
+    return dict.fromkeys(COLUMNS) | about | {"gb_per_token": bytes_per_token / 1e9} | given
+
+
+def latencies(seconds: np.ndarray, bytes_per_token: float) -> dict:
+    """The fields of a decode row that follow from the seconds of its steps, [n]."""
+    p50, p95 = np.quantile(seconds, (0.5, 0.95))
+    times = {"p50_ms": p50 * 1e3, "p95_ms": p95 * 1e3, "min_ms": seconds.min() * 1e3}
+    return times | {"n": len(seconds), "tbps": bytes_per_token / p50 / 1e12}
