@@ -23,3 +23,7 @@ __global__ void second(int* out) {
 }
 
 template __global__ void second<3>(int*);
+
+#ifdef AT_LAUNCH
+__device__ __attribute__((used)) char compile_check_at_launch[AT_LAUNCH + 1];
+#endif
