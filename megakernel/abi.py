@@ -80,7 +80,7 @@ TASK = (
     Field("wait_count", "i32", ""),
     Field("trigger_first", "i32", "the events that it counts up, in `triggers`"),
     Field("trigger_count", "i32", ""),
-    Field("late", "i32", "1 if computed values decide which weights it reads"),
+    Field("route_event", "i32", "for a routed expert, the event after which the routing can be read; else -1"),
     Field("flags", "i32", "bit 0: appends this position's row of the cache"),
 )
 """64 bytes; a worker reads one for each task it runs."""
@@ -156,10 +156,11 @@ PARAMS = (
     Field("consumers", "ptr", "i32 []: tasks"),
     Field("counters", "ptr", "u32 [num_events]: how often each event was counted up in this launch; zeroed before it"),
     Field("arrived", "ptr", "u32 [num_tasks]: how many of its events have fired (dynamic); zeroed"),
-    Field("queue", "ptr", "u32 [num_tasks]: ring of ready tasks, each with its epoch (dynamic); zeroed"),
+    Field("queue", "ptr", "i64 [num_tasks]: ring of ready tasks, task + (1 + tokens before) * 2**32 (dynamic); zeroed"),
     Field("queue_ends", "ptr", "u32 [2]: how many tasks were taken and put (dynamic); zeroed"),
     Field("forced", "ptr", "i32 [iterations]: token to read in place of the one sampled before, -1: that one"),
     Field("tokens", "ptr", "i32 [iterations]: the token sampled by each; -1 if a logit was NaN or +inf"),
+    Field("times", "ptr", "i64 [iterations]: nanoseconds of the device's clock when each was sampled"),
     Field("trace", "ptr", "null or fp32 [iterations, vocab_size]: takes the logits"),
     Field("abort", "ptr", "u32: not 0 ends the launch; zeroed"),
     Field("dump", "ptr", "Dump [workers]"),
@@ -211,10 +212,7 @@ _TYPES = {
 def dtype(record: str) -> np.dtype:
     """The NumPy structure of a record."""
     return np.dtype(
-        [
-            (field.name, _TYPES[field.type][1], *([field.count] if field.count > 1 else []))
-            for field in RECORDS[record]
-        ],
+        [(field.name, _TYPES[field.type][1], *([field.count] if field.count > 1 else [])) for field in RECORDS[record]],
         align=True,
     )
 
@@ -241,7 +239,7 @@ def layout() -> list[int]:
 def header() -> str:
     """The text of csrc/abi.h."""
     lines = [
-        "// Written by megakernel/abi.py, where each word is explained; change that and run `python -m megakernel.abi`.",
+        "// Written by megakernel/abi.py, which explains each word; change that and run `python -m megakernel.abi`.",
         "#pragma once",
         "",
         "#include <stddef.h>",

@@ -1,6 +1,6 @@
 """Launches of the device code: on the host, where each GPU thread is a fibre, or on a GPU.
 
-`run` takes what `megakernel.vm.run` takes and does the same, by the task code that ships.
+`Native` does what `megakernel.vm.Machine` does, with the same arguments and results, by the task code that ships.
 """
 
 from __future__ import annotations
@@ -24,15 +24,41 @@ SPIN_BUDGET = {"cpu": 2_000_000, "cuda": 100_000_000}
 """Polls without progress after which a launch is given up: seconds on either machine."""
 
 _STATES = abi.ENUMS["State"]
+_HOST_FAULTS = {
+    1: "threads of a block wait for each other at a barrier",
+    2: "a task wrote past the room of x_items",
+    3: "a task wrote past the room of slots",
+    4: "a task wrote past the room of scratch",
+}
 
 
-class _Call:
-    """The arrays of one launch and the Params that point to them; it keeps them alive."""
+class Native:
+    """A table and the memory that its tasks work on, ready to be launched where the memory is.
 
-    def __init__(self, table: Table, memory: Memory, launch: Launch, budget: int, trace: bool):
-        device = memory.work.device
-        config = table.graph.config
-        self.arrays: dict[str, torch.Tensor] = {
+    Args:
+        table: of `megakernel.table.pack`.
+        memory: of `Memory.of` for this table or another one of its graph.
+        config: the build to use; None is what `build.configure` says for the table.
+
+    Raises:
+        ValueError: the memory was made for another graph, or more workers than can be on the GPU at the same time.
+        BuildError: the device code can't be compiled here.
+    """
+
+    def __init__(self, table: Table, memory: Memory, config: build.BuildConfig | None = None):
+        memory.check(table)
+        self.table, self.memory = table, memory
+        self.device = memory.work.device
+        self.target = "host" if self.device.type == "cpu" else "gfx942" if torch.version.hip else "sm_90a"
+        self.config = config or build.configure(table, self.target)
+        self.library = build.load(self.config, self.target)
+        if self.target != "host":
+            self.index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            self.library.mk_error.restype = ctypes.c_char_p
+            self._check_workers()
+
+        tasks, events = len(table.tasks), len(table.thresholds)
+        arrays: dict[str, torch.Tensor] = {
             "weights": memory.weights,
             "cache": memory.cache,
             "work": memory.work,
@@ -40,35 +66,55 @@ class _Call:
         }
         for name in Table.ARRAYS:
             flat = np.ascontiguousarray(getattr(table, name)).view(np.uint8).reshape(-1)
-            # an empty array has no address
-            self.arrays[name] = torch.from_numpy(flat if flat.size else np.zeros(4, np.uint8)).to(device)
-        tasks, events = len(table.tasks), len(table.thresholds)
-        words = dict(counters=events, arrived=tasks, queue_ends=2, abort=1)
-        for name, count in words.items():
-            self.arrays[name] = torch.zeros(count, dtype=torch.int32, device=device)
-        self.arrays["queue"] = torch.zeros(tasks, dtype=torch.int64, device=device)
-        self._begin(table)
-        self.arrays["forced"] = launch.forced.to(device)
-        self.tokens = torch.full((launch.iterations,), -1, dtype=torch.int32, device=device)
-        self.arrays["tokens"] = self.tokens
-        self.trace = None
-        if trace:
-            shape = launch.iterations, config.vocab_size
-            self.trace = torch.full(shape, torch.nan, dtype=torch.float32, device=device)
-            self.arrays["trace"] = self.trace
-        self.dump = torch.zeros((table.workers, abi.dtype("Dump").itemsize), dtype=torch.uint8, device=device)
-        self.arrays["dump"] = self.dump
+            # an empty array would have no address
+            arrays[name] = torch.from_numpy(flat if flat.size else np.zeros(4, np.uint8)).to(self.device)
+        # what must be zero when a launch begins, in one allocation: 8-byte words first
+        words = dict(queue=2 * tasks, counters=events, arrived=tasks, queue_ends=2, abort=1)
+        self.begin = self._begin(words)
+        self.counts = self.begin.clone()
+        arrays |= zip(words, self.counts.split(list(words.values())), strict=True)
+        self.dump = torch.zeros((table.workers, abi.dtype("Dump").itemsize), dtype=torch.uint8, device=self.device)
+        self.arrays = arrays | {"dump": self.dump}
 
-        self.params = np.zeros(1, abi.dtype("Params"))
-        record = self.params[0]
-        for name, tensor in self.arrays.items():
-            record[name] = tensor.data_ptr()
+    def _check_workers(self) -> None:
+        most = ctypes.c_int()
+        self._check(self.library.mk_most_workers(self.index, ctypes.byref(most)))
+        if self.table.workers > most.value:
+            raise ValueError(
+                f"workers: at most {most.value} blocks fit {torch.cuda.get_device_name(self.index)} at the same time, "
+                f"and a launch of {self.table.workers} would wait for itself"
+            )
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise RuntimeError(f"launch of the megakernel failed: {self.library.mk_error(code).decode()}")
+
+    def _begin(self, words: dict[str, int]) -> torch.Tensor:
+        """The counts when a launch begins: the launch event is counted up, and what waits for nothing else is ready."""
+        table, event = self.table, self.table.launch_event
+        counts = {name: np.zeros(count, np.int32) for name, count in words.items()}
+        counts["counters"][event] = 1
+        if table.dynamic:
+            first, end = table.consumer_first[event : event + 2]
+            waiting = table.consumers[first:end]
+            counts["arrived"][waiting] = 1
+            ready = waiting[table.tasks["wait_count"][waiting] == 1]
+            counts["queue"].view(np.int64)[: len(ready)] = ready.astype(np.int64) + (1 << 32)
+            counts["queue_ends"][1] = len(ready)
+        return torch.from_numpy(np.concatenate(list(counts.values()))).to(self.device)
+
+    def params(self, launch: Launch, spin_budget: int | None, results: dict[str, torch.Tensor]) -> np.ndarray:
+        """A Params record that points to these arrays."""
+        table, config = self.table, self.table.graph.config
+        record = np.zeros(1, abi.dtype("Params"))
+        for name, tensor in (self.arrays | results).items():
+            record[0][name] = tensor.data_ptr()
         numbers = dict(
-            spin_budget=budget,
+            spin_budget=SPIN_BUDGET[self.device.type] if spin_budget is None else spin_budget,
             seed=launch.seed,
             noise_position=launch.noise_position,
-            num_tasks=tasks,
-            num_events=events,
+            num_tasks=len(table.tasks),
+            num_events=len(table.thresholds),
             workers=table.workers,
             dynamic=table.dynamic,
             iterations=launch.iterations,
@@ -90,32 +136,85 @@ class _Call:
             temperature=launch.temperature,
         )
         for name, number in numbers.items():
-            record[name] = number
+            record[0][name] = number
+        return record
 
-    def _begin(self, table: Table) -> None:
-        """Counts the launch event up, as the host must, and puts what waits for nothing else into the queue."""
-        event = table.launch_event
-        self.arrays["counters"][event] = 1
-        if not table.dynamic:
-            return
-        first, end = table.consumer_first[event : event + 2]
-        ready = []
-        for task in table.consumers[first:end].tolist():
-            self.arrays["arrived"][task] = 1
-            if table.tasks[task]["wait_count"] == 1:
-                ready.append(task)
-        for at, task in enumerate(ready):
-            self.arrays["queue"][at] = task + (1 << 32)
-        self.arrays["queue_ends"][1] = len(ready)
+    def results(self, launch: Launch, trace: bool) -> dict[str, torch.Tensor]:
+        """Arrays that a launch fills, and what it is forced to read."""
+        arrays = dict(
+            forced=launch.forced.to(self.device),
+            tokens=torch.full((launch.iterations,), -1, dtype=torch.int32, device=self.device),
+            times=torch.zeros(launch.iterations, dtype=torch.int64, device=self.device),
+        )
+        if trace:
+            shape = launch.iterations, self.table.graph.config.vocab_size
+            arrays["trace"] = torch.full(shape, torch.nan, dtype=torch.float32, device=self.device)
+        return arrays
 
-    def finish(self, table: Table) -> Result:
-        """What the launch returned. Raises Deadlock if it was given up."""
+    def check(self, **launch) -> Launch:
+        """`Launch.of` with what this memory allows."""
+        settings = dict(forced=None, temperature=0.0, seed=0, noise_position=0) | launch
+        has_token = self.memory.has_token()
+        return Launch.of(self.table.graph.config, self.memory.capacity, has_token=has_token, **settings)
+
+    def run(
+        self,
+        *,
+        iterations: int,
+        position: int,
+        forced: Sequence[int] | torch.Tensor | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+        noise_position: int = 0,
+        trace: bool = False,
+        order_seed: int = 0,
+        spin_budget: int | None = None,
+    ) -> Result:
+        """Decodes tokens in one launch, and waits for it.
+
+        Args:
+            iterations, position, forced, temperature, seed, noise_position: as for `megakernel.launch.Launch.of`; the
+                cache grows by `iterations` positions.
+            trace: whether to return the logits.
+            order_seed: stands for one interleaving of the host's fibres.
+            spin_budget: polls without progress after which the launch is given up; None is SPIN_BUDGET.
+
+        Returns:
+            `Result`; its tensors are on the memory's device.
+
+        Raises:
+            ValueError: an argument is wrong; the message names it.
+            Deadlock: the launch was given up; it says what each worker was doing.
+        """
+        launch = self.check(
+            iterations=iterations,
+            position=position,
+            forced=forced,
+            temperature=temperature,
+            seed=seed,
+            noise_position=noise_position,
+        )
+        results = self.results(launch, trace)
+        self.counts.copy_(self.begin)
+        params = self.params(launch, spin_budget, results)
+        pointer = ctypes.c_void_p(params.ctypes.data)
+        if self.target == "host":
+            if fault := self.library.mk_launch(pointer, ctypes.c_uint64(order_seed % 2**64)):
+                raise RuntimeError(f"{_HOST_FAULTS[fault]}: a fault of the device code or of build.configure")
+        else:
+            stream = ctypes.c_void_p(torch.cuda.current_stream(self.index).cuda_stream)
+            self._check(self.library.mk_launch(pointer, self.index, stream))
+            torch.cuda.synchronize(self.index)
+        return self.finish(results)
+
+    def finish(self, results: dict[str, torch.Tensor]) -> Result:
+        """What a launch returned. Raises Deadlock if it was given up."""
         if self.arrays["abort"].item():
-            raise Deadlock(table.graph, self.workers())
-        return Result(self.tokens, self.trace)
+            raise Deadlock(self.table.graph, self.workers())
+        return Result(results["tokens"], results.get("trace"), results["times"])
 
     def workers(self) -> list[Worker]:
-        records = self.dump.cpu().numpy().reshape(-1).view(abi.dtype("Dump"))
+        """What each worker was doing when a launch was given up."""
         return [
             Worker(
                 _STATES[record["state"]],
@@ -123,122 +222,48 @@ class _Call:
                 _STATES[record["producer_state"]],
                 int(record["producer_task"]),
             )
-            for record in records
+            for record in self.dump.cpu().numpy().reshape(-1).view(abi.dtype("Dump"))
         ]
 
 
-def run(
-    table: Table,
-    memory: Memory,
-    *,
-    iterations: int,
-    position: int,
-    forced: Sequence[int] | torch.Tensor | None = None,
-    temperature: float = 0.0,
-    seed: int = 0,
-    noise_position: int = 0,
-    trace: bool = False,
-    order_seed: int = 0,
-    spin_budget: int | None = None,
-    config: build.BuildConfig | None = None,
-) -> Result:
-    """Decodes tokens in one launch, where the memory is: the host's fibres on a CPU, the kernel on a GPU.
-
-    Args:
-        table: of `megakernel.table.pack`.
-        memory: of `Memory.of` for this table; its cache grows by `iterations` positions.
-        iterations, position, forced, temperature, seed, noise_position: as for `megakernel.launch.Launch.of`.
-        trace: whether to return the logits.
-        order_seed: stands for one interleaving of the host's fibres.
-        spin_budget: polls without progress after which the launch is given up; None is SPIN_BUDGET.
-        config: the build to use; None is what `build.configure` says for the table.
-
-    Returns:
-        `Result`; its tensors are on the memory's device.
-
-    Raises:
-        ValueError: an argument is wrong, or more workers than fit the GPU at the same time.
-        Deadlock: the launch was given up; it says what each worker was doing.
-        BuildError: the device code can't be compiled here.
-    """
-    memory.check(table)
-    device = memory.work.device
-    launch = Launch.of(
-        table.graph.config,
-        memory.capacity,
-        iterations=iterations,
-        position=position,
-        forced=forced,
-        temperature=temperature,
-        seed=seed,
-        noise_position=noise_position,
-        has_token=memory.has_token(),
-    )
-    target = _target(device)
-    library = build.load(config or build.configure(table, target), target)
-    call = _Call(table, memory, launch, SPIN_BUDGET[device.type] if spin_budget is None else spin_budget, trace)
-    pointer = ctypes.c_void_p(call.params.ctypes.data)
-    if target == "host":
-        if library.mk_launch(pointer, ctypes.c_uint64(order_seed % 2**64)):
-            raise RuntimeError("threads of a block wait for each other at a barrier: a fault of the device code")
-        return call.finish(table)
-    _launch_on_gpu(library, pointer, table, device)
-    return call.finish(table)
-
-
-def _target(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "host"
-    return "gfx942" if torch.version.hip else "sm_90a"
-
-
-def _launch_on_gpu(library: ctypes.CDLL, params: ctypes.c_void_p, table: Table, device: torch.device) -> None:
-    library.mk_error.restype = ctypes.c_char_p
-
-    def check(code: int) -> None:
-        if code:
-            raise RuntimeError(f"launch of the megakernel failed: {library.mk_error(code).decode()}")
-
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    most = ctypes.c_int()
-    check(library.mk_most_workers(index, ctypes.byref(most)))
-    if table.workers > most.value:
-        raise ValueError(
-            f"workers: at most {most.value} blocks fit {torch.cuda.get_device_name(index)} at the same time, and a "
-            f"launch of {table.workers} would wait for itself"
-        )
-    stream = ctypes.c_void_p(torch.cuda.current_stream(index).cuda_stream)
-    check(library.mk_launch(params, index, stream))
-    torch.cuda.synchronize(index)
+def run(table: Table, memory: Memory, config: build.BuildConfig | None = None, **launch) -> Result:
+    """One launch of a table; arguments, results and errors are those of `Native` and `Native.run`."""
+    return Native(table, memory, config).run(**launch)
 
 
 # ---------------------------------------------------------------------------------------------------- under sanitizers
 
 
-def run_program(program: Path, table: Table, memory: Memory, launch: Launch, order_seed: int = 0) -> Result:
-    """The same on the host, in a process of its own: `build.host_program`, which sanitizers can watch.
+def run_program(program: Path, native: Native, order_seed: int = 0, **launch) -> Result:
+    """A launch on the host in a process of its own: of `build.host_program`, which sanitizers can watch.
 
-    Every array is allocated with its exact size there. The memory is left as it is.
+    Every array is an allocation of its own there, of exactly its size. The memory is left as it is.
+
+    Args:
+        launch: as for `Native.run`, without `spin_budget`.
 
     Raises:
         RuntimeError: the program failed; the message holds what it said, a sanitizer's report for instance.
-        Deadlock: as for `run`.
+        Deadlock: as for `Native.run`.
     """
-    call = _Call(table, memory, launch, SPIN_BUDGET["cpu"], trace=True)
-    pointers = [field.name for field in abi.PARAMS if field.type == "ptr"]
+    checked = native.check(**launch)
+    results = native.results(checked, trace=True)
+    native.counts.copy_(native.begin)
+    arrays = native.arrays | results
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "launch"
         with open(path, "wb") as file:
-            for name in pointers:
-                data = call.arrays[name].contiguous().view(torch.uint8).numpy().tobytes()
-                file.write(np.int64(len(data)).tobytes() + data)
-            file.write(call.params.tobytes())
+            for field in abi.PARAMS:
+                if field.type == "ptr":
+                    data = arrays[field.name].contiguous().view(torch.uint8).numpy().tobytes()
+                    file.write(np.int64(len(data)).tobytes() + data)
+            file.write(native.params(checked, None, results).tobytes())
         done = subprocess.run([str(program), str(path), str(order_seed)], capture_output=True, text=True, timeout=600)
         if done.returncode:
             raise RuntimeError(f"{program.name} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        data = (Path(folder) / "launch.out").read_bytes()
-    for name in ("abort", "tokens", "trace", "dump"):
-        array = call.arrays[name].view(torch.uint8).reshape(-1)
-        array.copy_(torch.frombuffer(bytearray(data[: len(array)]), dtype=torch.uint8))
+        data = bytearray(path.with_name("launch.out").read_bytes())
+    for name in ("abort", "tokens", "times", "trace", "dump"):
+        array = arrays[name].view(torch.uint8).reshape(-1)
+        array.copy_(torch.frombuffer(data[: len(array)], dtype=torch.uint8))
         data = data[len(array) :]
-    return call.finish(table)
+    return native.finish(results)

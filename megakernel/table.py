@@ -1,8 +1,8 @@
 """The graph of a token as flat arrays that a launch reads, and where its tensors lie in memory.
 
-`layout` places every tensor of a graph in one of three arenas: weights (constant), caches (kept from token to token) and
-work (activations of a token). `fill` copies a checkpoint's weights into theirs. `pack` turns a graph into the records of
-`megakernel.abi`, which the device code and the interpreter (`megakernel.vm`) both execute.
+`layout` places every tensor of a graph in one of three arenas: weights (constant), caches (kept from token to token)
+and work (activations of a token). `fill` copies a checkpoint's weights into theirs. `pack` turns a graph into the
+records of `megakernel.abi`, which the device code and the interpreter (`megakernel.vm`) both execute.
 """
 
 from __future__ import annotations
@@ -206,7 +206,9 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
     place = layout(graph)
     builder = _Args(graph, place)
     tasks = np.zeros(len(graph.tasks), abi.dtype("Task"))
+    tasks["route_event"] = -1
     waits, triggers = _Flat(), _Flat()
+    routed = {op.layer: graph.triggers[op.tasks[0]][0] for op in graph.ops if op.name == "MOE_GATE_TOPK"}
     for task in graph.tasks:
         record = tasks[task.index]
         op = graph.ops[task.op] if task.op >= 0 else None
@@ -218,7 +220,8 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
             record["code"] = abi.code("terminate" if task.type == "TERMINATE" else "nothing")
             continue
         record["code"] = abi.code(CODE_OF_OP[op.name])
-        record["late"] = any(part.by and graph.tensors[part.tensor].kind == "matrix" for part in task.reads)
+        if task.expert is not None or task.slot is not None:
+            record["route_event"] = routed[op.layer]
         if task.expert is not None:
             record["by"], record["at"] = abi.value("By", "expert"), task.expert
         elif task.slot is not None:
@@ -348,11 +351,14 @@ class _Args:
             return dict(record, input=self.work(op, "attn_partials"), input_kind=kind, chunks=partials.rows)
         return dict(record, input=self.work(op, "attn_merged"), input_kind=abi.value("Input", "plain"))
 
-    # ------------------------------------------------------------------------------------------------- one for each code
+    # ------------------------------------------------------------------------------------------------ one for each code
 
     def embedding(self, op: Op, task: Task) -> dict[str, int]:
         return dict(
-            weight=self.place.weights["embed_tokens"], out=self.work(op, "embedded"), cols=self.config.hidden_size
+            weight=self.place.weights["embed_tokens"],
+            input=self.work(op, "token"),
+            out=self.work(op, "embedded"),
+            cols=self.config.hidden_size,
         )
 
     def rms_norm(self, op: Op, task: Task) -> dict[str, int]:

@@ -7,6 +7,7 @@
 
 #include <stdlib.h>
 
+#include <chrono>
 #include <memory>
 #include <new>
 #include <vector>
@@ -298,6 +299,11 @@ uint64_t exchange(uint64_t word, int lane) {
 
 void yield() { to_scheduler(false); }
 
+int64_t nanoseconds() {
+  auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
 void arrive(Gate* gate, int64_t bytes) {
   gate->bytes += bytes;
   --gate->left;
@@ -319,8 +325,18 @@ void copy(void* to, const void* from, int bytes, Gate* gate) {
 }  // namespace host
 }  // namespace mk
 
+namespace {
+
+bool untouched(const uint64_t* guard, size_t bytes) {
+  for (size_t i = 0; i < bytes / sizeof *guard; ++i)
+    if (guard[i] != ~(uint64_t)0) return false;
+  return true;
+}
+
+}  // namespace
+
 // Runs a launch to its end in the interleaving that the seed stands for. 0, or 1 if threads wait for each other at a
-// barrier, which no budget ends.
+// barrier, which no budget ends; 2, 3, 4 if something wrote past x, slots or scratch.
 extern "C" int mk_launch(const mk::Params* params, uint64_t seed) {
   Machine here;
   machine = &here;
@@ -344,5 +360,12 @@ extern "C" int mk_launch(const mk::Params* params, uint64_t seed) {
   }
   bool ended = schedule();
   machine = nullptr;
-  return ended ? 0 : 1;
+  if (!ended) return 1;
+  for (const Block& block : here.blocks) {
+    const mk::Shared& shared = *block.shared;
+    if (!untouched(shared.x_guard, sizeof shared.x_guard)) return 2;
+    if (!untouched(shared.slots_guard, sizeof shared.slots_guard)) return 3;
+    if (!untouched(shared.scratch_guard, sizeof shared.scratch_guard)) return 4;
+  }
+  return 0;
 }

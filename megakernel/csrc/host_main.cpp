@@ -38,12 +38,13 @@ int main(int count, char** words) {
   fclose(file);
   for (size_t i = 0; i < POINTERS; ++i) memcpy((char*)&params + i * sizeof(uint64_t), &arrays[i], sizeof(uint64_t));
 
-  if (mk_launch(&params, strtoull(words[2], nullptr, 10))) return fprintf(stderr, "threads wait at a barrier\n"), 3;
+  if (int code = mk_launch(&params, strtoull(words[2], nullptr, 10)))
+    return fprintf(stderr, "the launch ended with %d\n", code), 3;
 
   FILE* out = fopen((std::string(words[1]) + ".out").c_str(), "wb");
   if (!out) return perror("output"), 2;
-  const size_t results[] = {offsetof(mk::Params, abort), offsetof(mk::Params, tokens), offsetof(mk::Params, trace),
-                            offsetof(mk::Params, dump)};
+  const size_t results[] = {offsetof(mk::Params, abort), offsetof(mk::Params, tokens), offsetof(mk::Params, times),
+                            offsetof(mk::Params, trace), offsetof(mk::Params, dump)};
   for (size_t offset : results) fwrite(arrays[offset / sizeof(uint64_t)], 1, sizes[offset / sizeof(uint64_t)], out);
   fclose(out);
   for (void* array : arrays) free(array);

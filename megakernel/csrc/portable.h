@@ -20,6 +20,7 @@
 //   copy_async(...)           global to shared memory, in multiples of 16 bytes; counts the bytes at a gate. Called by
 //                             all threads of the producer wave with the same arguments.
 //   pause()                   in loops that poll
+//   nanoseconds()             of a clock that all blocks share
 #pragma once
 
 #include "abi.h"

@@ -14,6 +14,13 @@ static_assert(STAGES % TEAMS == 0, "a stage always belongs to the same team, or 
 static_assert((TEAM_WAVES & (TEAM_WAVES - 1)) == 0, "gates count phases in powers of two");
 static_assert(STAGE_BYTES % 128 == 0, "stages are aligned");
 
+// On the host, words after an array that show whether something wrote past it.
+#if defined(MK_HOST)
+#define MK_GUARD(name) uint64_t name[64];
+#else
+#define MK_GUARD(name)
+#endif
+
 struct Shared {
   alignas(128) unsigned char ring[STAGES][STAGE_BYTES];
   Gate full[STAGES], empty[STAGES];        // of the ring of weights
@@ -22,9 +29,12 @@ struct Shared {
   Args args[AHEAD];
   int32_t number[AHEAD];     // of the task, -1: the launch is over
   int32_t iteration[AHEAD];
-  alignas(16) bf16 x[X_ITEMS];     // input of a matrix product
+  alignas(16) bf16 x[X_ITEMS];  // input of a matrix product
+  MK_GUARD(x_guard)
   alignas(16) float slots[SLOTS];  // its sums, by row and piece of the row
+  MK_GUARD(slots_guard)
   alignas(16) float scratch[SCRATCH];
+  MK_GUARD(scratch_guard)
   double doubles[CONSUMERS / 32 > 32 ? CONSUMERS / 32 : 32];
   float floats[CONSUMERS / 32];
   int32_t ints[CONSUMERS / 32];

@@ -10,7 +10,7 @@
 namespace mk {
 
 struct Stream {
-  const unsigned char* matrix[2];
+  const unsigned char *matrix, *matrix2;
   int rows;       // of each matrix
   int matrices;   // 1, or 2 whose rows follow each other
   int pitch;      // elements from row to row
@@ -57,8 +57,8 @@ MK_DEVICE Stream stream_of(const Params& p, const Task& task, const Args& args, 
   s.pitch = args.cols;
   s.cols = split ? task.chunk[1] - task.chunk[0] : args.cols;
   int64_t offset = expert * args.matrix_bytes + 2 * ((int64_t)first * s.pitch + (split ? task.chunk[0] : 0));
-  s.matrix[0] = (const unsigned char*)p.weights + args.weight + offset;
-  s.matrix[1] = (const unsigned char*)p.weights + args.weight2 + offset;
+  s.matrix = (const unsigned char*)p.weights + args.weight + offset;
+  s.matrix2 = (const unsigned char*)p.weights + args.weight2 + offset;
   constexpr int ITEMS = STAGE_BYTES / 2;
   s.piece = s.cols < ITEMS ? s.cols : ITEMS;
   s.pieces = (s.cols + s.piece - 1) / s.piece;
@@ -83,14 +83,14 @@ MK_DEVICE void fetch(const Stream& s, const Piece& piece, unsigned char* stage, 
   gate_expect(full, piece.rows * bytes);
   for (int row = 0; row < piece.rows;) {
     int at = piece.row + row;
-    int matrix = at >= s.rows;
-    int within = at - matrix * s.rows;
+    const unsigned char* matrix = at < s.rows ? s.matrix : s.matrix2;
+    int within = at < s.rows ? at : at - s.rows;
     int run = 1;
     if (s.pitch == piece.cols) {
       run = s.rows - within;
       if (run > piece.rows - row) run = piece.rows - row;
     }
-    copy_async(stage + row * bytes, s.matrix[matrix] + 2 * ((int64_t)within * s.pitch + piece.col), run * bytes, full);
+    copy_async(stage + row * bytes, matrix + 2 * ((int64_t)within * s.pitch + piece.col), run * bytes, full);
     row += run;
   }
   gate_copied(full);

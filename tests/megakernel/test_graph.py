@@ -7,46 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from variants import SMALL, VARIANTS
 
 from megakernel import graph as graphs
 from megakernel.config import TINY, V2_LITE
 from megakernel.graph import build
-from megakernel.knobs import CHOICES, PRESETS, Knobs
+from megakernel.knobs import PRESETS, Knobs
 
 REFERENCE = Path(__file__).parents[2] / "data" / "reference" / "mi300x_task_counts.csv"
-
-FOLDS = [field.name for field in dataclasses.fields(Knobs) if field.type is bool]
-
-VARIANTS = [
-    {},
-    *({name: word} for name, words in CHOICES.items() for word in words),
-    *({name: False} for name in FOLDS),
-    *(dict(mla="absorbed", **{name: False}) for name in FOLDS),
-    dict.fromkeys(FOLDS, False),
-    dict(dict.fromkeys(FOLDS, False), mla="absorbed", experts="slots", dependencies="chain"),
-    dict(experts="slots", split_shared=False),
-    dict(tokens=1),
-    dict(tokens=1, mla="absorbed"),
-    dict(tokens=129, attn_rows=64, mla="absorbed"),
-    dict(tokens=130, attn_rows=7),
-    dict(gemv_rows=5),
-    dict(gemv_rows=5, mla="absorbed", absorb_rows=3, split_qkv=False),
-    dict(lm_head_rows=7, argmax_partials=9),
-    dict(lm_head_rows=64, argmax_partials=2),
-    dict(lm_head_rows=1),
-    dict(argmax_partials=1),
-    dict(dense_rows=9),
-    dict(shared_rows=9),
-    dict(expert_w13_tiles=5),
-    dict(expert_w13_tiles=1000),
-    dict(expert_w2_tiles=5, experts="slots"),
-    dict(attn_heads=3),
-    dict(attn_heads=3, mla="absorbed"),
-    dict(splits=1),
-    dict(splits=7),
-    dict(workers=1),
-]
-"""Changes of Knobs that set each of them to something else at least once."""
 
 
 def tiny(**changes):
@@ -280,9 +248,6 @@ def check(graph, choice):
     check_order(graph)
     norms = sum(tensor.rows for tensor in graph.tensors.values() if tensor.kind == "vector")
     assert graph.token_bytes() == graph.config.weight_bytes() - 2 * norms
-
-
-SMALL = dict(gemv_rows=16, dense_rows=32, shared_rows=24, lm_head_rows=32, attn_rows=32, tokens=100, argmax_partials=12)
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)

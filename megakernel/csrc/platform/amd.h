@@ -108,5 +108,6 @@ MK_DEVICE bool gate_try_wait(Gate* g, int odd) {
   return (int)(phases & 1u) != odd;
 }
 MK_DEVICE void pause() { __builtin_amdgcn_s_sleep(1); }
+MK_DEVICE int64_t nanoseconds() { return (int64_t)__builtin_amdgcn_s_memrealtime() * 10; }  // it runs at 100 MHz
 
 }  // namespace mk

@@ -25,6 +25,7 @@ void meet(int group);
 // Leaves a word for the others of this wave, and takes that of another lane.
 uint64_t exchange(uint64_t word, int lane);
 void yield();
+int64_t nanoseconds();
 
 struct Gate {
   int needed, left, phase;
@@ -94,5 +95,6 @@ inline void copy_async(void* shared, const void* global, int bytes, Gate* g) {
   if (thread() % WAVE == 0) host::copy(shared, global, bytes, g);
 }
 inline void pause() { host::yield(); }
+inline int64_t nanoseconds() { return host::nanoseconds(); }
 
 }  // namespace mk

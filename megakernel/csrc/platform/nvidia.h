@@ -110,5 +110,10 @@ MK_DEVICE void copy_async(void* shared, const void* global, int bytes, Gate* g) 
 }
 
 MK_DEVICE void pause() {}
+MK_DEVICE int64_t nanoseconds() {
+  int64_t value;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+  return value;
+}
 
 }  // namespace mk

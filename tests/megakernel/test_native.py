@@ -1,0 +1,346 @@
+"""The device code in its host build: against the interpreter and the reference, under random interleavings, under
+sanitizers, and when it can't go on."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from variants import SMALL, VARIANTS
+
+from fmms.reference import sample_from_logits
+from megakernel import abi, build, graph, native, reference, vm
+from megakernel import weights as weights_of
+from megakernel.config import TINY
+from megakernel.knobs import PRESETS, Knobs
+from megakernel.launch import Deadlock
+from megakernel.memory import Memory
+from megakernel.schedule import dynamic, static
+from megakernel.table import pack
+
+SHAPES = {
+    "rows in pieces": dict(consumer_waves=4, teams=2, stages=4, stage_bytes=128),
+    "one team": dict(consumer_waves=2, teams=1, stages=3, stage_bytes=256),
+    "waves of 64": dict(consumer_waves=2, teams=2, stages=4, stage_bytes=1024, wave=64),
+}
+"""Blocks of other shapes than the host's own: rows larger than a stage, several pieces for each team, AMD's waves."""
+FORCED = [5, 17, 200]
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return weights_of.random(TINY, 3)  # its routing and its decode have no near-tie
+
+
+def table_of(knobs, queue=False, workers=3):
+    tasks = graph.build(TINY, knobs)
+    return pack(tasks, workers=workers) if queue else pack(tasks, static(tasks, workers))
+
+
+def launched(table, weights, cache=None, **launch):
+    """A launch's results, and the memory that it leaves."""
+    memory = Memory.of(table, weights)
+    if cache is not None:
+        memory.load_cache(cache)
+    settings = dict(iterations=len(FORCED), position=0, forced=FORCED, trace=True)
+    return native.run(table, memory, **settings | launch), memory
+
+
+def assert_close(found, expected, share=0.02):
+    found, expected = found.double().flatten(), expected.double().flatten()
+    assert found.isfinite().all()
+    assert (found - expected).abs().max() <= share * expected.abs().max() + 1e-3
+    assert torch.cosine_similarity(found, expected, 0) >= 0.9995
+
+
+def follows(found, expected):
+    """Logits of each step against the reference's, which rounds to bf16 where the device code doesn't."""
+    for ours, theirs in zip(found.double(), expected.double(), strict=True):
+        assert torch.cosine_similarity(ours, theirs, 0) >= 0.9995
+        first, second = theirs.topk(2).values.tolist()
+        assert ours.argmax() == theirs.argmax() or first - second < 0.1
+
+
+def same(one, other):
+    """Whether two launches left the same bits: logits, tokens, and every position of the cache."""
+    (a, memory_a), (b, memory_b) = one, other
+    pairs = (a.logits, b.logits), (a.tokens, b.tokens), (memory_a.cache, memory_b.cache)
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
+
+
+# ------------------------------------------------------------------------------------------------------------------ ABI
+
+
+def test_header_is_what_the_abi_says():
+    assert abi.HEADER.read_text() == abi.header(), "run python -m megakernel.abi"
+
+
+def test_build_with_another_layout_is_refused(monkeypatch):
+    config = build.configure(table_of(Knobs(**SMALL)))
+    build.load(config)
+    moved = list(abi.layout())
+    moved[-1] += 8
+    monkeypatch.setattr(abi, "layout", lambda: moved)
+    with pytest.raises(RuntimeError, match="disagree about their records"):
+        build.load(config)
+
+
+# ------------------------------------------------------------------------------------------------- what is computed
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_every_knob_in_every_shape(changes, weights):
+    knobs = Knobs(**SMALL | changes)
+    table = table_of(knobs)
+    count = min(len(FORCED), knobs.tokens)
+    memory = Memory.of(table, weights)
+    settings = dict(iterations=count, position=0, forced=FORCED[:count])
+    expected = vm.run(table, memory, trace=True, **settings)
+    logits, _ = reference.prefill(weights, TINY, FORCED[:count])
+    for shape in ({}, *SHAPES.values()):
+        found, own = launched(table, weights, config=build.configure(table, **shape), **settings)
+        assert_close(found.logits, expected.logits)
+        follows(found.logits, logits)
+        assert torch.equal(found.tokens, expected.tokens)
+        for layer in range(TINY.num_hidden_layers):
+            names = [name for name in table.place.cache if name.startswith(f"layers.{layer}.")]
+            for name in names:
+                assert_close(own.tensor(name)[:count], memory.tensor(name)[:count])
+            routed = TINY.is_moe(layer)
+            assert not routed or torch.equal(own.routing(layer).ids, memory.routing(layer).ids)
+
+
+@pytest.mark.parametrize("queue", [False, True], ids=["lists", "queue"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_after_a_prompt(preset, queue, weights):
+    """At a length where the preset's own tiles of the cache are whole, split and empty."""
+    length = 150
+    # whose routing has no near-tie in the last two steps
+    prompt = torch.randint(TINY.vocab_size, (length + 2,), generator=torch.Generator().manual_seed(23)).tolist()
+    _, cache = reference.prefill(weights, TINY, prompt[:length])
+    table = table_of(dataclasses.replace(PRESETS[preset], tokens=300), queue, workers=5)
+    logits = []
+    for token in prompt[length:]:
+        step, cache_after = reference.decode_step(weights, TINY, token, len(cache[0].latent), cache)
+        logits.append(step)
+        if len(logits) == 1:
+            before, cache = cache, cache_after
+    found, _ = launched(table, weights, before, iterations=2, position=length, forced=prompt[length:])
+    follows(found.logits, torch.stack(logits))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 128, 256])
+@pytest.mark.parametrize("mla", ["decompressed", "absorbed"])
+def test_chunks_of_attention(rows, mla, weights):
+    prompt = torch.randint(TINY.vocab_size, (270,), generator=torch.Generator().manual_seed(6)).tolist()
+    _, cache = reference.prefill(weights, TINY, prompt[:-1])
+    expected, _ = reference.decode_step(weights, TINY, prompt[-1], 269, cache)
+    heads = 4 if mla == "absorbed" else 1
+    table = table_of(Knobs(**SMALL | dict(tokens=270, attn_rows=rows, attn_heads=heads, mla=mla)))
+    found, _ = launched(table, weights, cache, iterations=1, position=269, forced=prompt[-1:])
+    follows(found.logits, expected[None])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_prompt_and_32_tokens(preset, weights):
+    """Greedy tokens are the reference's; sampled ones are those that fmms draws from the same logits."""
+    prompt, count = list(range(3, 43)), 32
+    tokens, logits = reference.greedy(weights, TINY, prompt, count + 1)
+    _, cache = reference.prefill(weights, TINY, prompt)
+    table = table_of(dataclasses.replace(PRESETS[preset], tokens=len(prompt) + count), workers=4)
+    settings = dict(iterations=count, position=len(prompt), forced=tokens[:1])
+    greedy, _ = launched(table, weights, cache, **settings)
+    top = logits[1:].float().topk(2).values
+    steps = zip(greedy.tokens.tolist(), tokens[1:], (top[:, 0] - top[:, 1]).tolist(), strict=True)
+    for found, expected, margin in steps:
+        if found != expected:  # after a near-tie another text follows
+            assert margin < 0.1
+            break
+
+    sampled, _ = launched(table, weights, cache, temperature=0.8, seed=-7, noise_position=2**33, **settings)
+    expected = sample_from_logits(
+        sampled.logits,
+        torch.full((count,), 0.8),
+        torch.full((count,), -7),
+        torch.arange(2**33, 2**33 + count),
+    )[0][:, 0]
+    assert torch.equal(sampled.tokens.long(), expected)
+    assert len(sampled.tokens.unique()) > 5
+
+
+def test_a_launch_goes_on_where_another_ended(weights):
+    table = table_of(Knobs(**SMALL))
+    whole, memory = launched(table, weights, iterations=6, forced=FORCED)
+    parts = Memory.of(table, weights)
+    first = native.run(table, parts, iterations=4, position=0, forced=FORCED, trace=True)
+    second = native.run(table, parts, iterations=2, position=4, trace=True)
+    assert torch.equal(torch.cat([first.logits, second.logits]), whole.logits)
+    assert (torch.cat([first.times, second.times]).diff() > 0).all()
+    assert torch.equal(parts.cache, memory.cache)
+
+
+# ----------------------------------------------------------------------------------------------------- interleavings
+
+
+@pytest.mark.parametrize("mla", ["decompressed", "absorbed"])
+def test_200_schedules_leave_the_same_bits(mla, weights):
+    """100 for each attention: random interleavings of all threads, random lists, both ways to get tasks."""
+    knobs = Knobs(**SMALL | dict(mla=mla, experts="slots", lm_head_rows=64))
+    tasks = graph.build(TINY, knobs)
+    settings = dict(iterations=2, forced=FORCED[:2], temperature=0.9, seed=3)
+    expected = launched(pack(tasks, static(tasks, 1)), weights, **settings)
+    for seed in range(100):
+        workers = 1 + seed % 5
+        schedule = (None, dynamic(tasks, workers, seed), static(tasks, workers))[seed % 3]
+        table = pack(tasks, schedule) if schedule else pack(tasks, workers=workers)
+        assert same(launched(table, weights, order_seed=seed, **settings), expected), seed
+
+
+def without_wait(table, name):
+    """The table with tasks of an op that no longer wait for anything but the begin of the token."""
+    tasks = table.tasks.copy()
+    op = next(op for op in table.graph.ops if op.name == name)
+    for task in op.tasks:
+        tasks[task]["wait_first"] = tasks[1]["wait_first"]
+        tasks[task]["wait_count"] = 1
+    return dataclasses.replace(table, tasks=tasks)
+
+
+@pytest.mark.parametrize("name", ["ATTN_CHUNK", "O_PROJ_RESIDUAL", "MOE_COMBINE_RESIDUAL"])
+def test_random_interleavings_show_a_missing_wait(name, weights):
+    table = table_of(Knobs(**SMALL))
+    expected = launched(table, weights)
+    faulty = without_wait(table, name)
+    assert not all(same(launched(faulty, weights, order_seed=seed), expected) for seed in range(5))
+
+
+# -------------------------------------------------------------------------------------------------------- sanitizers
+
+
+def checked(table, weights, config, order_seed=0, **launch):
+    settings = dict(temperature=0.7, seed=1, forced=FORCED, iterations=len(FORCED), position=0)
+    launcher = native.Native(table, Memory.of(table, weights), config)
+    return native.run_program(build.host_program(config), launcher, order_seed, **settings | launch)
+
+
+@pytest.mark.parametrize("shape", ["the host's own", *SHAPES])
+def test_clean_under_address_and_undefined_behaviour_sanitizers(shape, weights):
+    variants = [
+        {},
+        dict(mla="absorbed", experts="slots"),
+        dict.fromkeys(["fold_norm", "fold_merge", "fold_mla_prep"], False),
+    ]
+    for queue, changes in itertools.product([False, True], variants):
+        table = table_of(Knobs(**SMALL | changes), queue)
+        config = build.configure(table, **SHAPES.get(shape, {}))
+        found = checked(table, weights, config)
+        assert torch.equal(found.tokens, launched(table, weights, temperature=0.7, seed=1)[0].tokens)
+
+
+@pytest.mark.parametrize("array", ["work", "cache", "weights"])
+def test_sanitizers_see_a_task_that_leaves_an_array(array, weights):
+    table = table_of(Knobs(**SMALL))
+    op = next(
+        op
+        for op in table.graph.ops
+        if op.name == dict(work="O_PROJ_RESIDUAL", cache="KV_B_PROJ", weights="LM_HEAD")[array]
+    )
+    args = table.args.copy()
+    record = args[table.tasks[op.tasks[0]]["args"]]
+    record["weight" if array == "weights" else "out"] = getattr(table.place, f"{array}_bytes") - 16
+    with pytest.raises(RuntimeError, match="AddressSanitizer"):
+        checked(dataclasses.replace(table, args=args), weights, build.configure(table))
+
+
+# ----------------------------------------------------------------------------------------------------------- deadlocks
+
+
+@pytest.mark.parametrize("queue", [False, True], ids=["lists", "queue"])
+def test_a_deadlock_ends_with_the_state_of_every_worker(queue, weights):
+    table = table_of(Knobs(**SMALL), queue, workers=4)
+    event = next(event for event in table.graph.events if event.name == "1.MOE_GATE_TOPK")
+    thresholds = table.thresholds.copy()
+    thresholds[event.index] += 1
+    memory = Memory.of(table, weights)
+    settings = dict(iterations=2, position=0, forced=FORCED[:2])
+    with pytest.raises(Deadlock) as caught:
+        native.run(dataclasses.replace(table, thresholds=thresholds), memory, spin_budget=20_000, **settings)
+    assert len(caught.value.workers) == 4
+    if queue:
+        assert all(worker.state == "queue" for worker in caught.value.workers)
+    else:
+        waiting = [worker for worker in caught.value.workers if worker.event == event.index]
+        assert waiting
+        assert all((worker.value, worker.threshold) == (1, 2) for worker in waiting)
+        assert f"event {event.index} (1.MOE_GATE_TOPK) with value 1, threshold 2" in str(caught.value)
+        assert any(worker.producer_state in ("routing", "streaming", "waiting") for worker in waiting)
+    # and the process can launch again
+    found = native.run(table, Memory.of(table, weights), trace=True, **settings)
+    assert torch.equal(found.logits, launched(table, weights, **settings)[0].logits)
+
+
+def test_a_nan_is_reported_and_ends_nothing(weights):
+    broken = dict(weights)
+    broken["model.norm.weight"] = weights["model.norm.weight"].clone()
+    broken["model.norm.weight"][3] = torch.nan
+    for temperature in (0.0, 1.0):
+        found, _ = launched(table_of(Knobs(**SMALL)), broken, temperature=temperature)
+        assert found.tokens.tolist() == [-1] * len(FORCED)
+
+
+# --------------------------------------------------------------------------------------------------------------- builds
+
+
+def test_builds_are_made_once_and_known_by_what_went_into_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path))
+    config = build.configure(table_of(Knobs(**SMALL)))
+    first = build.host_library(config)
+    made = first.stat().st_mtime_ns
+    assert build.host_library(config) == first
+    assert first.stat().st_mtime_ns == made
+    assert [path.name for path in first.parent.iterdir()] == ["library.so"]
+    assert build.digest(config, "host") != build.digest(dataclasses.replace(config, stages=8), "host")
+    assert build.digest(config, "host") != build.digest(config, "sm_90a")
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path))
+    config = build.configure(table_of(Knobs(**SMALL)))
+    with pytest.raises(build.BuildError, match="every team has as many waves"):
+        build.host_library(dataclasses.replace(config, consumer_waves=3))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler no-such-compiler"):
+        build.host_library(config)
+
+
+def test_what_configure_refuses():
+    table = table_of(Knobs(**SMALL))
+    with pytest.raises(ValueError, match="target must be one of host, sm_90a, gfx942, not 'sm_80'"):
+        build.configure(table, "sm_80")
+    with pytest.raises(ValueError, match="ring is no field of a build"):
+        build.configure(table, ring=3)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, dict(mla="absorbed", attn_heads=4, attn_rows=64), dict(fold_merge=False)], ids=str
+)
+def test_a_build_has_the_room_that_its_table_needs(changes, weights, monkeypatch):
+    """Without the extra room of builds that tests share. A launch that writes past its room is refused."""
+    monkeypatch.setattr(build, "FLOORS", {})
+    table = table_of(Knobs(**SMALL | changes))
+    config = build.configure(table)
+    _, cache = reference.prefill(weights, TINY, range(70))  # so that some chunks of attention are full
+    settings = dict(cache=cache, position=70)
+    roomy = dataclasses.replace(config, x_items=4096, slots=4096, scratch=4096)
+    assert same(launched(table, weights, config=config, **settings), launched(table, weights, config=roomy, **settings))
+    for field in ("x_items", "slots", "scratch"):
+        with pytest.raises(RuntimeError, match=f"wrote past the room of {field}"):
+            tight = dataclasses.replace(config, **{field: getattr(config, field) - 8})
+            launched(table, weights, config=tight, **settings)
+
+
+def test_tables_and_results_are_little_endian():
+    table = table_of(Knobs(**SMALL))
+    assert all(getattr(table, name).dtype.newbyteorder("<") == getattr(table, name).dtype for name in table.ARRAYS)
+    assert np.little_endian
