@@ -7,7 +7,7 @@ yet. `dynamic` shows what a scheduler would do that hands ready tasks to free wo
 import dataclasses
 import heapq
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megakernel.tasks import Graph, Task
@@ -93,7 +93,7 @@ class Schedule:
     embedding of a token that has just been sampled. All other weights may be fetched before the task's wait."""
     bytes: tuple[float, ...]
     """For each worker, bytes of weights and caches that its tasks read; those of a routed expert count with the share
-    of the tokens that choose it if all experts are as likely."""
+    of the tokens that choose it if all experts are as likely, unless the schedule was made for one choice."""
 
     def balance(self) -> Balance:
         """Least, mean and most bytes per worker."""
@@ -148,35 +148,44 @@ class Schedule:
             raise ValueError("\n".join(lines))
 
 
-def streamed_bytes(graph: Graph, task: Task) -> float:
-    """Bytes of weights and caches that a task reads on average over all routings."""
+def streamed_bytes(graph: Graph, task: Task, choice: Mapping[int, Collection[int]] | None = None) -> float:
+    """Bytes of weights and caches that a task reads.
+
+    Args:
+        choice: for each MoE layer, the experts that the token chose; by default the mean over all choices.
+    """
     size = graph.task_bytes(task, ("matrix", "cache"))
-    if task.expert is not None:
+    if task.expert is None:
+        return size
+    if choice is None:
         return size * graph.config.num_experts_per_tok / graph.config.n_routed_experts
-    return size
+    return size if task.expert in choice[graph.ops[task.op].layer] else 0
 
 
-def _schedule(graph: Graph, lists: Iterable[Sequence[int]]) -> Schedule:
+def _schedule(graph: Graph, lists: Iterable[Sequence[int]], size: Sequence[float]) -> Schedule:
     lists = tuple(tuple(tasks) for tasks in lists)
     late = tuple(
         any(part.by and graph.tensors[part.tensor].kind == "matrix" for part in task.reads) for task in graph.tasks
     )
-    size = [streamed_bytes(graph, task) for task in graph.tasks]
     return Schedule(lists, late, tuple(float(sum(size[task] for task in tasks)) for tasks in lists))
 
 
-def _levels(graph: Graph) -> list[list[int]]:
-    """Tasks by the number of tasks that must have run one after the other before they can start."""
+def levels(graph: Graph) -> list[list[int]]:
+    """Tasks by the number of tasks that must have run one after the other before they can start.
+
+    Raises:
+        ValueError: tasks of `graph` can never start.
+    """
     counters = Counters(graph)
-    levels, ready, found = [], counters.first, 0
+    found, ready, count = [], counters.first, 0
     while ready:
-        levels.append(sorted(ready))
-        found += len(ready)
-        ready = [task for before in levels[-1] for task in counters.finish(before)]
-    if found != len(graph.tasks):
+        found.append(sorted(ready))
+        count += len(ready)
+        ready = [task for before in found[-1] for task in counters.finish(before)]
+    if count != len(graph.tasks):
         stuck = next(task for task, missing in enumerate(counters.missing) if missing > 0)
         raise ValueError(f"graph: {label(graph, stuck)} can never start, it waits for {counters.waiting(stuck)}")
-    return levels
+    return found
 
 
 def static(graph: Graph, workers: int) -> Schedule:
@@ -196,8 +205,9 @@ def static(graph: Graph, workers: int) -> Schedule:
     check_workers(workers)
     lists: list[list[int]] = [[] for _ in range(workers)]
     total = [0.0] * workers
-    for level in _levels(graph):
-        cost = {task: VISIT_BYTES + streamed_bytes(graph, graph.tasks[task]) for task in level}
+    size = [streamed_bytes(graph, task) for task in graph.tasks]
+    for level in levels(graph):
+        cost = {task: VISIT_BYTES + size[task] for task in level}
         queue = [(0.0, before, worker) for worker, before in enumerate(total)]
         heapq.heapify(queue)
         dealt: list[tuple[int, int]] = []
@@ -208,7 +218,7 @@ def static(graph: Graph, workers: int) -> Schedule:
             dealt.append((task, worker))
         for task, worker in sorted(dealt):  # earlier ops first: more waits for them
             lists[worker].append(task)
-    return _schedule(graph, lists)
+    return _schedule(graph, lists, size)
 
 
 class Run(NamedTuple):
@@ -250,13 +260,14 @@ def run_ready(
             push(ready)
 
 
-def dynamic(graph: Graph, workers: int, seed: int) -> Schedule:
+def dynamic(graph: Graph, workers: int, seed: int, choice: Mapping[int, Collection[int]] | None = None) -> Schedule:
     """The lists that come out when a scheduler hands ready tasks to free workers.
 
     The policy: of the tasks that are ready, the one with the lowest number (the earliest op, then the lowest tile), to
     the free worker with the lowest number. A worker holds one task at a time. A task takes as long as its bytes and its
     fixed cost say, stretched by a random factor between 1 and 1.5, so that workers overtake each other as they do on a
-    machine; `seed` decides the factors.
+    machine; `seed` decides the factors. With the experts that a token chose (`choice`, for each MoE layer), tasks of
+    all others take their fixed cost only; without, tasks of routed experts take their mean over all choices.
 
     Every list is in the order of time, so workers that run these lists again cannot deadlock either.
 
@@ -267,15 +278,16 @@ def dynamic(graph: Graph, workers: int, seed: int) -> Schedule:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed must be an integer, not {seed!r}")
     draw = random.Random(seed)
+    size = [streamed_bytes(graph, task, choice) for task in graph.tasks]
     ready: list[int] = []
     run = run_ready(
         graph,
         workers,
         lambda task: heapq.heappush(ready, task),
         lambda: heapq.heappop(ready) if ready else None,
-        lambda task: (VISIT_BYTES + streamed_bytes(graph, graph.tasks[task])) * draw.uniform(1, 1.5),
+        lambda task: (VISIT_BYTES + size[task]) * draw.uniform(1, 1.5),
     )
     if len(run.started) != len(graph.tasks):
         stuck = next(task for task, missing in enumerate(run.counters.missing) if missing > 0)
         raise ValueError(f"graph: {label(graph, stuck)} can never start, it waits for {run.counters.waiting(stuck)}")
-    return _schedule(graph, run.lists)
+    return _schedule(graph, run.lists, size)

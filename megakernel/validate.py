@@ -16,13 +16,16 @@ as well, as a check of this argument.
 """
 
 import collections
+import functools
+import heapq
 import random
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from megakernel.schedule import Counters, Run, check_workers, label, run_ready
-from megakernel.tasks import ITEM_BYTES, Event, Graph, Range
+from megakernel.tasks import ITEM_BYTES, Event, Graph, Range, Task
 
 ORDERS = ("random", "first", "last", "newest")
 """Which of the ready tasks `simulate` starts: any, the lowest number, the highest, the one that became ready last."""
@@ -84,20 +87,7 @@ def simulate(graph: Graph, workers: int, seed: int = 0, order: str = "random") -
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, not {order!r}")
     draw = random.Random(seed)
-    ready: list[int] = []
-
-    def pop() -> int | None:
-        if not ready:
-            return None
-        at = len(ready) - 1
-        if order == "random":
-            at = draw.randrange(len(ready))
-        elif order != "newest":
-            at = ready.index(min(ready) if order == "first" else max(ready))
-        ready[at], ready[-1] = ready[-1], ready[at]
-        return ready.pop()
-
-    run = run_ready(graph, workers, ready.append, pop, lambda _: min(draw.paretovariate(1), 1000))
+    run = run_ready(graph, workers, *_queue(order, draw), lambda _: min(draw.paretovariate(1), 1000))
     if len(run.started) != len(graph.tasks):
         stuck = sorted(set(range(len(graph.tasks))) - set(run.started))
         message = f"{len(stuck)} of {len(graph.tasks)} tasks never start, first {label(graph, stuck[0])}"
@@ -106,6 +96,24 @@ def simulate(graph: Graph, workers: int, seed: int = 0, order: str = "random") -
         if value != event.threshold:
             raise InvalidGraph(f"{_event(event)}: ended at {value}, its threshold is {event.threshold}")
     return run
+
+
+def _queue(order: str, draw: random.Random) -> tuple[Callable[[int], None], Callable[[], int | None]]:
+    """How to add a ready task, and how to take the next one in this order: neither looks through all that are ready."""
+    ready: list[int] = []
+    if order in ("first", "last"):
+        sign = 1 if order == "first" else -1
+        return lambda task: heapq.heappush(ready, sign * task), lambda: sign * heapq.heappop(ready) if ready else None
+
+    def pop() -> int | None:
+        if not ready:
+            return None
+        if order == "random":  # which place a task has does not matter then
+            at = draw.randrange(len(ready))
+            ready[at], ready[-1] = ready[-1], ready[at]
+        return ready.pop()
+
+    return ready.append, pop
 
 
 # -------------------------------------------------------------------------------------------------------------- events
@@ -234,6 +242,10 @@ def _cycle(graph: Graph, counters: Counters) -> str:
 # ------------------------------------------------------------------------------------------------------------ the bytes
 
 
+def _where(graph: Graph, task: Task, verb: str, part: Range) -> str:
+    return f"{label(graph, task.index)} {verb} {part.tensor}"
+
+
 def _ranges(graph: Graph) -> None:
     """Ranges must lie in tensors that exist, and be of a kind that can be read or written so."""
     slots = graph.config.num_experts_per_tok
@@ -241,31 +253,31 @@ def _ranges(graph: Graph) -> None:
         for verb, parts in (("reads", task.reads), ("writes", task.writes)):
             for part in parts:
                 tensor = graph.tensors.get(part.tensor)
-                where = f"{label(graph, task.index)} {verb} {part.tensor}"
+                where = functools.partial(_where, graph, task, verb, part)
                 if tensor is None:
-                    raise InvalidGraph(f"{where}, which does not exist")
+                    raise InvalidGraph(f"{where()}, which does not exist")
                 count = slots if part.by == "slot" else tensor.count
                 (low, high), (left, right) = part.rows, part.cols
                 inside = 0 <= low < high <= tensor.rows and 0 <= left < right <= tensor.cols and 0 <= part.at < count
                 if not inside:
                     size = f"[{count}, {tensor.rows}, {tensor.cols}]"
                     raise InvalidGraph(
-                        f"{where} at {part.at}, rows {part.rows}, columns {part.cols}, outside of {size}"
+                        f"{where()} at {part.at}, rows {part.rows}, columns {part.cols}, outside of {size}"
                     )
                 if verb == "writes" and tensor.kind not in ("activation", "cache"):
-                    raise InvalidGraph(f"{where}, a {tensor.kind}: those are constant")
+                    raise InvalidGraph(f"{where()}, a {tensor.kind}: those are constant")
                 if verb == "writes" and tensor.kind == "cache" and low != tensor.rows - 1:
                     raise InvalidGraph(
-                        f"{where} from row {low} on: only the last row, {tensor.rows - 1}, is this token's"
+                        f"{where()} from row {low} on: only the last row, {tensor.rows - 1}, is this token's"
                     )
                 if part.by and tensor.kind != "matrix":
-                    raise InvalidGraph(f"{where} by {part.by}: only matrices are looked up")
+                    raise InvalidGraph(f"{where()} by {part.by}: only matrices are looked up")
                 if part.by in ("expert", "slot"):
                     if getattr(task, part.by) != part.at:
                         own = getattr(task, part.by)
-                        raise InvalidGraph(f"{where} of {part.by} {part.at}, but the task is that of {part.by} {own}")
+                        raise InvalidGraph(f"{where()} of {part.by} {part.at}, but the task is that of {part.by} {own}")
                     if not any(each.tensor.endswith(".routing") for each in task.reads):
-                        raise InvalidGraph(f"{where} of a chosen expert without reading the layer's routing")
+                        raise InvalidGraph(f"{where()} of a chosen expert without reading the layer's routing")
 
 
 def _grid(boxes: np.ndarray, rows: tuple[int, int], cols: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -278,6 +290,13 @@ def _grid(boxes: np.ndarray, rows: tuple[int, int], cols: tuple[int, int]) -> tu
     for row, col, sign in ((low, left, 1), (high, right, 1), (low, right, -1), (high, left, -1)):
         np.add.at(counts, (row, col), sign)
     return counts.cumsum(0).cumsum(1)[:-1, :-1], row_edges, col_edges
+
+
+def _shared_area(boxes: np.ndarray, rows: tuple[int, int], cols: tuple[int, int]) -> np.ndarray:
+    """How many elements of a range each of the boxes covers: int64, one for each box."""
+    high = np.minimum(boxes[:, 1], rows[1]) - np.maximum(boxes[:, 0], rows[0])
+    wide = np.minimum(boxes[:, 3], cols[1]) - np.maximum(boxes[:, 2], cols[0])
+    return np.maximum(high, 0) * np.maximum(wide, 0)
 
 
 def _boxes(parts) -> np.ndarray:
@@ -297,11 +316,13 @@ def _reads_and_writes(graph: Graph, done: dict[tuple[int, ...], int]) -> int:
 
     empty = np.zeros((0, 4), np.int64)
     writers: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+    overlapping: set[tuple[str, int]] = set()
     for (name, at), found in writes.items():
         tensor = graph.tensors[name]
         tasks, boxes = np.array([task for task, _ in found]), _boxes(part for _, part in found)
         writers[name, at] = tasks, boxes
         if _grid(boxes, (0, tensor.rows), (0, tensor.cols))[0].max() > 1:
+            overlapping.add((name, at))
             _writers_ordered(graph, done, name, tasks, boxes)
     for name, tensor in graph.tensors.items():
         if tensor.kind == "cache":
@@ -325,17 +346,19 @@ def _reads_and_writes(graph: Graph, done: dict[tuple[int, ...], int]) -> int:
     for part, cohorts in readers.items():
         tensor = graph.tensors[part.tensor]
         tasks, boxes = writers.get((part.tensor, part.at), (np.zeros(0, int), empty))
-        reader = label(graph, next(iter(cohorts.values())))
         fresh = max(part.rows[0], tensor.rows - 1) if tensor.kind == "cache" else part.rows[0]
         if fresh < part.rows[1]:  # rows before are those of earlier tokens
-            counts, rows, cols = _grid(boxes, (fresh, part.rows[1]), part.cols)
-            if counts.min() < 1:
-                row, col = np.argwhere(counts < 1)[0]
-                where = f"{part.tensor} at {part.at}, row {rows[row]}, column {cols[col]}"
-                raise InvalidGraph(f"{reader} reads {where}, which nobody writes")
-        apart = boxes[:, 0] >= part.rows[1], boxes[:, 1] <= part.rows[0]
-        apart += boxes[:, 2] >= part.cols[1], boxes[:, 3] <= part.cols[0]
-        needed = _bits(tasks[~np.any(apart, 0)], len(graph.tasks))
+            # ranges that nobody else writes, too, cover a range if and only if their shares of it add up to it
+            area = (part.rows[1] - fresh) * (part.cols[1] - part.cols[0])
+            written = _shared_area(boxes, (fresh, part.rows[1]), part.cols).sum()
+            if (part.tensor, part.at) in overlapping or written != area:
+                counts, rows, cols = _grid(boxes, (fresh, part.rows[1]), part.cols)
+                if counts.min() < 1:
+                    row, col = np.argwhere(counts < 1)[0]
+                    where = f"{part.tensor} at {part.at}, row {rows[row]}, column {cols[col]}"
+                    reader = label(graph, next(iter(cohorts.values())))
+                    raise InvalidGraph(f"{reader} reads {where}, which nobody writes")
+        needed = _bits(tasks[_shared_area(boxes, part.rows, part.cols) > 0], len(graph.tasks))
         for waits, task in cohorts.items():
             orders += 1
             missing = needed & ~done[waits]

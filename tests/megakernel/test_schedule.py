@@ -7,7 +7,7 @@ import pytest
 from megakernel.config import TINY, V2_LITE
 from megakernel.graph import build
 from megakernel.knobs import PRESETS, Knobs
-from megakernel.schedule import dynamic, label, static
+from megakernel.schedule import dynamic, label, levels, static, streamed_bytes
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,32 @@ def test_one_worker_reads_everything():
 def test_experts_count_as_often_as_they_are_chosen(graph):
     cache = sum(graph.task_bytes(task, ("cache",)) for task in graph.tasks)
     assert sum(static(graph, 5).bytes) == pytest.approx(graph.token_bytes() + cache)
+
+
+def test_a_token_reads_the_experts_that_it_chose(graph):
+    choice = {layer: {0, 3, 7} for layer in range(1, TINY.num_hidden_layers)}
+    cache = sum(graph.task_bytes(task, ("cache",)) for task in graph.tasks)
+    sizes = [streamed_bytes(graph, task, choice) for task in graph.tasks]
+    assert sum(sizes) == graph.token_bytes() + cache
+    assert all(
+        (size == 0) == (task.expert not in (0, 3, 7))
+        for task, size in zip(graph.tasks, sizes, strict=True)
+        if task.expert is not None
+    )
+    schedule = dynamic(graph, 5, 1, choice)
+    schedule.check(graph)
+    assert sum(schedule.bytes) == sum(sizes)
+    assert schedule.bytes == tuple(sum(sizes[task] for task in tasks) for tasks in schedule.lists)
+    assert dynamic(graph, 5, 1).lists != schedule.lists
+
+
+def test_levels_wait_only_for_levels_before(graph):
+    found = levels(graph)
+    level = {task: number for number, tasks in enumerate(found) for task in tasks}
+    assert sorted(level) == list(range(len(graph.tasks)))
+    for task, events in enumerate(graph.waits):
+        before = [level[each] for event in events for each in graph.events[event].producers]
+        assert level[task] == max(before, default=-1) + 1
 
 
 def test_more_workers_than_tasks(graph):

@@ -4,12 +4,32 @@ import collections
 import dataclasses
 import itertools
 import re
+import time
 
 import pytest
 
 from megakernel.config import TINY, V2_LITE
+from megakernel.faults import (
+    added_wait,
+    dropped_result,
+    event_after,
+    find_op,
+    find_task,
+    moved_count,
+    moved_wait,
+    other_expert,
+    reread,
+    retasked,
+    rewired,
+    shifted_read,
+    shifted_threshold,
+    shifted_write,
+    with_event,
+    without_routing,
+)
 from megakernel.graph import build
 from megakernel.knobs import CHOICES, PRESETS, Knobs
+from megakernel.schedule import Counters
 from megakernel.validate import ORDERS, InvalidGraph, simulate, validate
 
 FOLDS = [field.name for field in dataclasses.fields(Knobs) if field.type is bool]
@@ -24,34 +44,6 @@ def tiny(**changes):
 @pytest.fixture(scope="module")
 def graph():
     return tiny()
-
-
-def rewired(graph, changed):
-    """The graph with other events, and the waits and triggers of its tasks following from them."""
-    events = [event._replace(**changed.get(event.index, {})) for event in graph.events]
-    waits, triggers = [[] for _ in graph.tasks], [[] for _ in graph.tasks]
-    for event in events:
-        for task in event.consumers:
-            waits[task].append(event.index)
-        for task in event.producers:
-            triggers[task].append(event.index)
-    return dataclasses.replace(
-        graph, events=tuple(events), waits=tuple(map(tuple, waits)), triggers=tuple(map(tuple, triggers))
-    )
-
-
-def retasked(graph, index, **fields):
-    tasks = list(graph.tasks)
-    tasks[index] = tasks[index]._replace(**fields)
-    return dataclasses.replace(graph, tasks=tuple(tasks))
-
-
-def op(graph, name, layer=None):
-    return next(each for each in graph.ops if each.name == name and layer in (None, each.layer))
-
-
-def event_after(graph, name, layer=None):
-    return graph.events[graph.triggers[op(graph, name, layer).tasks[0]][0]]
 
 
 def refused(graph, *words):
@@ -118,7 +110,7 @@ def test_one_expert_of_which_one_is_chosen():
 
 
 def test_combine_reads_all_results_of_experts(graph):
-    task = graph.tasks[op(graph, "MOE_COMBINE_RESIDUAL").tasks[0]]
+    task = find_task(graph, "MOE_COMBINE_RESIDUAL")
     assert collections.Counter(part.tensor.split(".")[-2] for part in task.reads)["experts"] == TINY.n_routed_experts
 
 
@@ -127,42 +119,24 @@ def test_combine_reads_all_results_of_experts(graph):
 
 def test_edge_missing_on_one_side(graph):
     event = event_after(graph, "O_PROJ_RESIDUAL", 1)
-    events = list(graph.events)
-    events[event.index] = event._replace(consumers=event.consumers[1:])
-    refused(
-        dataclasses.replace(graph, events=tuple(events)),
-        "missing edge",
-        f"event {event.index}",
-        "MOE_GATE",
-        "consumers",
-    )
-    events[event.index] = event._replace(producers=event.producers[:-1])
-    refused(dataclasses.replace(graph, events=tuple(events)), "missing edge", "1.O_PROJ_RESIDUAL", "producers")
+    wrong = with_event(graph, event.index, consumers=event.consumers[1:])
+    refused(wrong, "missing edge", f"event {event.index}", "MOE_GATE", "consumers")
+    wrong = with_event(graph, event.index, producers=event.producers[:-1])
+    refused(wrong, "missing edge", "1.O_PROJ_RESIDUAL", "producers")
 
 
 def test_edge_missing_on_the_other_side(graph):
-    task = op(graph, "MOE_GATE_TOPK").tasks[0]
-    begin = graph.events[1]
+    task = find_task(graph, "MOE_GATE_TOPK")
     waits = list(graph.waits)
-    waits[task] = (begin.index,)
+    waits[task.index] = (graph.events[1].index,)
     refused(dataclasses.replace(graph, waits=tuple(waits)), "MOE_GATE_TOPK", "not the other way round")
 
 
 def test_edge_missing_altogether(graph):
     """Producer and threshold agree that one task need not be waited for."""
-    event = event_after(graph, "O_PROJ_RESIDUAL", 1)
-    other = event_after(graph, "MOE_GATE_TOPK", 1)
-    changed = {
-        event.index: dict(producers=event.producers[1:], threshold=event.threshold - 1),
-        other.index: dict(producers=(*other.producers, event.producers[0]), threshold=other.threshold + 1),
-    }
-    refused(
-        rewired(graph, changed),
-        "MOE_GATE_TOPK",
-        "before its writer",
-        "1.O_PROJ_RESIDUAL tile 0",
-        f"event {event.index}",
-    )
+    event, other = event_after(graph, "O_PROJ_RESIDUAL", 1), event_after(graph, "MOE_GATE_TOPK", 1)
+    wrong = moved_count(graph, event.producers[0], other.index)
+    refused(wrong, "MOE_GATE_TOPK", "before its writer", "1.O_PROJ_RESIDUAL tile 0", f"event {event.index}")
 
 
 @pytest.mark.parametrize("words", [dict(), dict(mla="absorbed", experts="slots")], ids=str)
@@ -173,18 +147,11 @@ def test_every_edge_matters(words):
     tried = 0
     for task in range(1, len(graph.tasks) - 1, 3):
         (waits,), (counts,) = graph.waits[task], graph.triggers[task]
-        others = tuple(each for each in graph.events[waits].consumers if each != task)
-        if waits != begin.index and others:
-            changed = {waits: dict(consumers=others), begin.index: dict(consumers=(*begin.consumers, task))}
-            refused(rewired(graph, changed), f"task {task} (", "before its writer")
+        if waits != begin.index and len(graph.events[waits].consumers) > 1:
+            refused(moved_wait(graph, task, begin.index), f"task {task} (", "before its writer")
             tried += 1
-        others = tuple(each for each in graph.events[counts].producers if each != task)
-        if others:
-            changed = {
-                counts: dict(producers=others, threshold=len(others)),
-                end.index: dict(producers=(*end.producers, task), threshold=len(end.producers) + 1),
-            }
-            refused(rewired(graph, changed), f"its writer task {task} (")
+        if len(graph.events[counts].producers) > 1:
+            refused(moved_count(graph, task, end.index), f"its writer task {task} (")
             tried += 1
     assert tried > 100
 
@@ -194,7 +161,7 @@ def test_every_edge_matters(words):
 )
 def test_wrong_threshold(graph, change, words):
     for event in graph.events[1], event_after(graph, "Q_PROJ", 1), graph.events[-1]:
-        wrong = rewired(graph, {event.index: dict(threshold=event.threshold + change)})
+        wrong = shifted_threshold(graph, event.index, change)
         refused(wrong, f"event {event.index} ({event.name})", *words)
 
 
@@ -216,16 +183,16 @@ def test_event_that_does_not_exist(graph):
 
 
 def test_task_that_waits_for_nothing(graph):
-    event = event_after(graph, "EMBEDDING")
-    wrong = rewired(graph, {event.index: dict(consumers=event.consumers[1:])})
-    refused(wrong, f"task {event.consumers[0]} (0.Q_PROJ tile 0)", "no event", "before the launch")
+    task = find_task(graph, "Q_PROJ", 0)
+    refused(
+        moved_wait(graph, task.index, None), f"task {task.index} (0.Q_PROJ tile 0)", "no event", "before the launch"
+    )
 
 
 def test_cycle(graph):
     """Attention of layer 1 has to wait for its own output projection as well."""
     event = event_after(graph, "O_PROJ_RESIDUAL", 1)
-    task = op(graph, "ATTN_CHUNK", 1).tasks[0]
-    wrong = rewired(graph, {event.index: dict(consumers=(*event.consumers, task))})
+    wrong = added_wait(graph, find_task(graph, "ATTN_CHUNK", 1).index, event.index)
     refused(wrong, "cycle", "1.ATTN_CHUNK tile 0", f"event {event.index}", "1.O_PROJ_RESIDUAL")
 
 
@@ -234,23 +201,18 @@ def test_cycle(graph):
 
 def test_read_before_its_writer(graph):
     """One output projection starts with the attention instead of after it."""
-    attention, output = event_after(graph, "Q_PROJ", 1), event_after(graph, "ATTN_CHUNK", 1)
-    task = output.consumers[2]
-    changed = {
-        attention.index: dict(consumers=(*attention.consumers, task)),
-        output.index: dict(consumers=tuple(each for each in output.consumers if each != task)),
-    }
-    wrong = rewired(graph, changed)
+    task = find_task(graph, "O_PROJ_RESIDUAL", 1, 2).index
+    wrong = moved_wait(graph, task, event_after(graph, "Q_PROJ", 1).index)
     refused(wrong, f"task {task} (1.O_PROJ_RESIDUAL tile 2)", "attn_partials", "before its writer", "1.ATTN_CHUNK")
 
 
 def test_cache_row_read_before_its_writer(graph):
     """Only the attention tasks of the last chunk read what this token writes, so only those have to wait for it."""
     both, before = event_after(graph, "KV_B_PROJ", 1), event_after(graph, "KVA_PROJ", 1)
-    queries = op(graph, "Q_PROJ", 1).tasks
+    queries = find_op(graph, "Q_PROJ", 1).tasks
     rest = tuple(task for task in both.producers if task not in queries)
     for tile, sound in ((0, True), (2, True), (3, False)):
-        task = op(graph, "ATTN_CHUNK", 1).tasks[tile]
+        task = find_op(graph, "ATTN_CHUNK", 1).tasks[tile]
         others = tuple(each for each in both.consumers if each != task)
         producers = (*before.producers, *queries)
         changed = {
@@ -264,35 +226,39 @@ def test_cache_row_read_before_its_writer(graph):
 
 
 def test_unordered_writers(graph):
-    task = graph.tasks[op(graph, "O_PROJ_RESIDUAL", 1).tasks[1]]
-    (part,) = task.writes
-    wider = part._replace(rows=(part.rows[0] - 1, part.rows[1]))
-    wrong = retasked(graph, task.index, writes=(wider,))
+    wrong = shifted_write(graph, find_task(graph, "O_PROJ_RESIDUAL", 1, 1).index, -1)
     refused(wrong, "unordered writers", "1.O_PROJ_RESIDUAL tile 0", "1.O_PROJ_RESIDUAL tile 1", "attn_residual")
 
 
 def test_ordered_writers_are_allowed(graph):
     """A later op may write again; everything that reads must then be after it, too."""
-    again = graph.tasks[op(graph, "O_PROJ_RESIDUAL", 1).tasks[0]].writes
-    first = graph.tasks[op(graph, "Q_PROJ", 1).tasks[0]]
+    again = find_task(graph, "O_PROJ_RESIDUAL", 1).writes
+    first = find_task(graph, "Q_PROJ", 1)
     validate(retasked(graph, first.index, writes=(*first.writes, *again)))
-    late = graph.tasks[op(graph, "EXPERT_W13_SILU", 1).tasks[0]]
+    late = find_task(graph, "EXPERT_W13_SILU", 1)
     refused(retasked(graph, late.index, writes=(*late.writes, *again)), "MOE_GATE_TOPK", "before its writer")
 
 
 def test_bytes_that_nobody_writes(graph):
-    task = graph.tasks[op(graph, "Q_PROJ", 1).tasks[0]]
-    (part,) = task.writes
-    wrong = retasked(graph, task.index, writes=(part._replace(rows=(1, part.rows[1])),))
+    wrong = shifted_write(graph, find_task(graph, "Q_PROJ", 1).index, 1)
     refused(wrong, "ATTN_CHUNK", "layers.1.q at 0, row 0, column 0", "nobody writes")
-    task = graph.tasks[op(graph, "KV_B_PROJ", 1).tasks[1]]
-    refused(retasked(graph, task.index, writes=()), "layers.1.kv_cache", "row 99")
+    wrong = retasked(graph, find_task(graph, "KV_B_PROJ", 1, 1).index, writes=())
+    refused(wrong, "layers.1.kv_cache", "row 99")
+
+
+def test_bytes_that_two_write_do_not_make_up_for_those_that_nobody_writes(graph):
+    """As many elements are written as are read, but not the same ones."""
+    query = find_task(graph, "Q_PROJ", 1)
+    wrong = shifted_write(graph, query.index, 1)
+    last = find_task(graph, "ATTN_CHUNK", 1)
+    (part,) = query.writes
+    again = part._replace(rows=(part.rows[1] - 1, part.rows[1]))
+    wrong = retasked(wrong, last.index, writes=(*last.writes, again))  # after the first writer, so in order
+    refused(wrong, "layers.1.q at 0, row 0, column 0", "nobody writes")
 
 
 def test_result_that_nobody_reads(graph):
-    task = graph.tasks[op(graph, "MOE_COMBINE_RESIDUAL", 1).tasks[0]]
-    reads = tuple(part for part in task.reads if part.at != 5)
-    refused(retasked(graph, task.index, reads=reads), "EXPERT_W2", "experts.out at 5", "nobody reads")
+    refused(dropped_result(graph, 1, 5), "EXPERT_W2", "experts.out at 5", "nobody reads")
 
 
 # ------------------------------------------------------------------------------------------------------------- matrices
@@ -302,32 +268,24 @@ def test_result_that_nobody_reads(graph):
 @pytest.mark.parametrize("name", ["Q_PROJ", "DOWN_SPLITK", "EXPERT_W13_SILU", "EXPERT_W2", "LM_HEAD"])
 def test_matrix_bytes_read_twice_or_never(experts, name):
     graph = tiny(experts=experts)
-    task = graph.tasks[op(graph, name).tasks[1]]
-    at = next(i for i, part in enumerate(task.reads) if graph.tensors[part.tensor].kind == "matrix")
-    part = task.reads[at]
+    task = find_task(graph, name, None, 1)
+    part = next(part for part in task.reads if graph.tensors[part.tensor].kind == "matrix")
     for shift, word in ((-1, "is read 2 times"), (1, "is never read")):
-        if name == "DOWN_SPLITK":
-            moved = part._replace(cols=(part.cols[0] + shift, part.cols[1]))
-        else:
-            moved = part._replace(rows=(part.rows[0] + shift, part.rows[1]))
-        wrong = retasked(graph, task.index, reads=(*task.reads[:at], moved, *task.reads[at + 1 :]))
+        wrong = shifted_read(graph, task.index, shift)
         refused(wrong, part.tensor, word, "byte", "expected once", part.by)
 
 
 def test_matrix_that_is_never_read(graph):
-    task = graph.tasks[op(graph, "MOE_GATE_TOPK", 1).tasks[0]]
-    reads = tuple(part for part in task.reads if part.tensor != "layers.1.mlp.gate")
-    refused(retasked(graph, task.index, reads=reads), "layers.1.mlp.gate", "never read")
+    task, gate = find_task(graph, "MOE_GATE_TOPK", 1), "layers.1.mlp.gate"
+    wrong = reread(graph, task.index, lambda part: None if part.tensor == gate else part)
+    refused(wrong, gate, "never read")
 
 
 def test_experts_of_another_task(graph):
-    task = graph.tasks[op(graph, "EXPERT_W2", 1).tasks[0]]
-    reads = tuple(part._replace(at=1) if part.by else part for part in task.reads)
-    refused(retasked(graph, task.index, reads=reads), "of expert 1", "task is that of expert 0")
-    reads = tuple(part._replace(by="") for part in task.reads)
-    refused(retasked(graph, task.index, reads=reads), "experts.down_proj", "several ways")
-    reads = tuple(part for part in task.reads if not part.tensor.endswith(".routing"))
-    refused(retasked(graph, task.index, reads=reads), "EXPERT_W2", "without reading the layer's routing")
+    task = find_task(graph, "EXPERT_W2", 1).index
+    refused(other_expert(graph, task, 1), "of expert 1", "task is that of expert 0")
+    refused(reread(graph, task, lambda part: part._replace(by="")), "experts.down_proj", "several ways")
+    refused(without_routing(graph, task), "EXPERT_W2", "without reading the layer's routing")
 
 
 def test_all_experts_read_whether_chosen_or_not(graph):
@@ -339,8 +297,8 @@ def test_all_experts_read_whether_chosen_or_not(graph):
 
 
 def test_embedding_reads_one_row(graph):
-    task = graph.tasks[op(graph, "EMBEDDING").tasks[0]]
-    refused(retasked(graph, task.index, reads=(task.reads[0]._replace(rows=(0, 2)),)), "embed_tokens", "whole row")
+    wrong = reread(graph, find_task(graph, "EMBEDDING").index, lambda part: part._replace(rows=(0, 2)))
+    refused(wrong, "embed_tokens", "whole row")
 
 
 @pytest.mark.parametrize(
@@ -356,7 +314,7 @@ def test_embedding_reads_one_row(graph):
     ],
 )
 def test_impossible_ranges(graph, change, word):
-    task = graph.tasks[op(graph, "ARGMAX_REDUCE").tasks[0]]
+    task = find_task(graph, "ARGMAX_REDUCE")
     refused(retasked(graph, task.index, writes=(task.writes[0]._replace(**change),)), "ARGMAX_REDUCE tile 0", word)
 
 
@@ -382,14 +340,40 @@ def test_seeds_and_orders_differ(graph):
     assert len({simulate(graph, 3, 0, order).started for order in ORDERS}) == len(ORDERS)
 
 
+def test_order_decides_among_the_ready_tasks(graph):
+    """One worker: of all that is ready, the lowest number, the highest, or what became ready last."""
+    assert simulate(graph, 1, 0, "first").started == tuple(range(len(graph.tasks)))
+    for order in ("last", "newest"):
+        counters = Counters(graph)
+        ready = list(counters.first)
+        for task in simulate(graph, 1, 0, order).started:
+            assert task == (max(ready) if order == "last" else ready[-1])
+            ready.remove(task)
+            ready += counters.finish(task)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """40,000 tasks of the LM head become ready at once."""
+    return build(dataclasses.replace(TINY, vocab_size=40_000), Knobs(**SMALL | {"lm_head_rows": 1}))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_many_ready_tasks_are_not_looked_through(wide, order):
+    """Looking through them for each task that starts took minutes."""
+    start = time.process_time()
+    assert len(simulate(wide, 9, 0, order).started) > 40_000
+    assert time.process_time() - start < 5
+
+
 def test_simulation_finds_stuck_and_early_counters(graph):
     event = event_after(graph, "O_PROJ_RESIDUAL", 1)
     count = len(event.producers)
-    high = rewired(graph, {event.index: dict(threshold=count + 1)})
+    high = shifted_threshold(graph, event.index, 1)
     message = rf"MOE_GATE_TOPK tile 0\), which waits for event {event.index} .* value {count}, threshold {count + 1}"
     with pytest.raises(InvalidGraph, match=message):
         simulate(high, 4)
-    low = rewired(graph, {event.index: dict(threshold=count - 1)})
+    low = shifted_threshold(graph, event.index, -1)
     with pytest.raises(InvalidGraph, match=rf"event {event.index} .* ended at {count}, its threshold is {count - 1}"):
         simulate(low, 4)
 
