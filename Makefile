@@ -31,8 +31,9 @@ report: $(READY) $(MODEL) ## install, run every notebook with PROFILE and render
 	@$(PY) -m fmms doctor --profile $(PROFILE) || true
 	@$(PY) -m fmms run --profile $(PROFILE)
 
+# one process for each core, each with one thread
 test: $(READY) ## install and run the tests
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
 
 lint: $(READY) ## style, format, and notebooks without outputs
 	$(PY) -m ruff check .

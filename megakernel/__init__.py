@@ -1,10 +1,10 @@
 """Decoding a DeepSeek-V2-Lite in one persistent kernel launch.
 
-    from megakernel import V2_LITE, DecodeEngine
+from megakernel import V2_LITE, DecodeEngine
 
-    engine = DecodeEngine.random(V2_LITE, seed=0, device="cuda")
-    engine.prefill(prompt)
-    engine.decode(32, temperature=0.8, seed=7).tokens
+engine = DecodeEngine.random(V2_LITE, seed=0, device="cuda")
+engine.prefill(prompt)
+engine.decode(32, temperature=0.8, seed=7).tokens
 """
 
 from typing import Any
