@@ -20,7 +20,7 @@ from megakernel.launch import Deadlock, Launch, Result, Worker
 from megakernel.memory import Memory
 from megakernel.table import Table
 
-SPIN_BUDGET = {"cpu": 2_000_000, "cuda": 100_000_000}
+SPIN_BUDGET = {"cpu": 2_000_000, "cuda": 10_000_000}
 """Polls without progress after which a launch is given up: seconds on either machine."""
 
 _STATES = abi.ENUMS["State"]

@@ -1,6 +1,6 @@
 // The matrix products: y = W x for the rows of a task, W from the ring. First the consumers put x into shared memory
-// (normed or merged on the way if the task says so), then every team multiplies its pieces, then each row's sums are
-// added in a fixed order and given to what the op does with a row.
+// (normed or merged on the way if the task says so), then every team multiplies its pieces. What an op does with the rows
+// is in its own file: it adds each row's sums in a fixed order (row_sum).
 #pragma once
 
 #include "merge.h"

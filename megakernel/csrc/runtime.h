@@ -113,6 +113,7 @@ MK_DEVICE void produce(const Params& p, Shared& sh) {
       state = State::routing;
       if (lane() == 0) alive = event_wait(p, sh, task.route_event, next.iteration, nullptr);
       alive = shuffle_first(alive);
+      wave_sync();  // what lane 0 has acquired is there for all lanes
     }
     if (!alive) break;
     int expert = expert_of(p, task, args);
@@ -139,29 +140,34 @@ MK_DEVICE void produce(const Params& p, Shared& sh) {
 
 // ----------------------------------------------------------------------------------------------------------- consumers
 
+// The ops that multiply share one product, whose code is by far the largest; what they do with its rows is theirs.
 MK_DEVICE void execute(Consumer& c, const Task& task, const Args& args) {
-  Stream s = {};
   if (streams(task)) {
     int expert = expert_of(c.p, task, args);
     if (expert < 0) return;
-    s = stream_of(c.p, task, args, expert);
+    Stream s = stream_of(c.p, task, args, expert);
+    product(c, task, args, s);
+    switch ((Code)task.code) {
+      case Code::gemv: gemv(c, task, args, s); break;
+      case Code::gemv_res: gemv_res(c, task, args, s); break;
+      case Code::gemv_silu: gemv_silu(c, task, args, s); break;
+      case Code::gemv_splitk: gemv_splitk(c, task, args, s); break;
+      case Code::moe_gate_topk: moe_gate_topk(c, task, args, s); break;
+      default: break;
+    }
+    return;
   }
   switch ((Code)task.code) {
-    case Code::nothing: case Code::terminate: break;
     case Code::embedding: embedding(c, task, args); break;
     case Code::rms_norm: rms_norm(c, task, args); break;
-    case Code::gemv: gemv(c, task, args, s); break;
-    case Code::gemv_res: gemv_res(c, task, args, s); break;
-    case Code::gemv_silu: gemv_silu(c, task, args, s); break;
-    case Code::gemv_splitk: gemv_splitk(c, task, args, s); break;
     case Code::splitk_reduce: splitk_reduce(c, task, args); break;
     case Code::mla_prep: mla_prep(c, task, args); break;
     case Code::attn_chunk: attn_chunk(c, task, args); break;
     case Code::attn_merge: attn_merge(c, task, args); break;
-    case Code::moe_gate_topk: moe_gate_topk(c, task, args, s); break;
     case Code::moe_combine: moe_combine(c, task, args); break;
     case Code::argmax_partial: argmax_partial(c, task, args); break;
     case Code::argmax_reduce: argmax_reduce(c, task, args); break;
+    default: break;
   }
 }
 

@@ -13,11 +13,11 @@ struct Spin {
 
   MK_DEVICE Spin(const Params& p, Shared& sh) : p(p), sh(sh), left(p.spin_budget) {}
 
-  // After an unsuccessful poll: whether to go on.
+  // After an unsuccessful poll: whether to go on. All workers read the flag, so each looks at it only now and then.
   MK_DEVICE bool again() {
     uint32_t* abort = (uint32_t*)p.abort;
     if (left-- <= 0) store_relaxed(abort, 1);
-    if (load_relaxed(abort)) {
+    if (left < 0 || ((left & 255) == 0 && load_relaxed(abort))) {
       sh.dead = 1;
       return false;
     }

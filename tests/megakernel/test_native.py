@@ -3,6 +3,8 @@ sanitizers, and when it can't go on."""
 
 import dataclasses
 import itertools
+import os
+import subprocess
 
 import numpy as np
 import pytest
@@ -302,6 +304,15 @@ def test_builds_are_made_once_and_known_by_what_went_into_them(tmp_path, monkeyp
     assert [path.name for path in first.parent.iterdir()] == ["library.so"]
     assert build.digest(config, "host") != build.digest(dataclasses.replace(config, stages=8), "host")
     assert build.digest(config, "host") != build.digest(config, "sm_90a")
+
+
+@pytest.mark.parametrize("source", ["host.cpp", "host_main.cpp"])
+def test_host_sources_compile_without_a_warning(source, tmp_path):
+    compiler = os.environ.get("CXX") or "g++"
+    options = build.compile_options(build.configure(table_of(Knobs(**SMALL))), "host", tmp_path)
+    command = [compiler, *options, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(build.CSRC / source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):

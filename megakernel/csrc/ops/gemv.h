@@ -8,7 +8,6 @@ namespace mk {
 
 MK_DEVICE void gemv(Consumer& c, const Task& task, const Args& args, const Stream& s) {
   const Params& p = c.p;
-  product(c, task, args, s);
   for (int i = thread(); i < s.rows; i += CONSUMERS) {
     int row = task.rows[0] + i;
     float value = row_sum(c.sh, s, i);

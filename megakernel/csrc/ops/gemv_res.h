@@ -6,7 +6,6 @@
 namespace mk {
 
 MK_DEVICE void gemv_res(Consumer& c, const Task& task, const Args& args, const Stream& s) {
-  product(c, task, args, s);
   const bf16* residual = (const bf16*)(c.p.work + args.residual);
   bf16* out = output_of(c.p, task, args);
   for (int i = thread(); i < s.rows; i += CONSUMERS) {

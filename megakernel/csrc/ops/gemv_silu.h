@@ -6,7 +6,6 @@
 namespace mk {
 
 MK_DEVICE void gemv_silu(Consumer& c, const Task& task, const Args& args, const Stream& s) {
-  product(c, task, args, s);
   bf16* out = output_of(c.p, task, args);
   for (int i = thread(); i < s.rows; i += CONSUMERS) {
     float gate = rounded(row_sum(c.sh, s, i)), up = rounded(row_sum(c.sh, s, s.rows + i));

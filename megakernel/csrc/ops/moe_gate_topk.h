@@ -5,9 +5,8 @@
 
 namespace mk {
 
-MK_DEVICE void moe_gate_topk(Consumer& c, const Task& task, const Args& args, const Stream& s) {
+MK_DEVICE void moe_gate_topk(Consumer& c, const Task&, const Args& args, const Stream& s) {
   const Params& p = c.p;
-  product(c, task, args, s);
   Routing* routing = (Routing*)(p.work + args.routing);
   float* logits = (float*)(routing + p.topk);
   float* scores = c.sh.scratch;

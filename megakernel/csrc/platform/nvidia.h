@@ -93,11 +93,12 @@ MK_DEVICE void gate_expect(Gate* g, int bytes) {
 }
 MK_DEVICE void gate_copied(Gate*) {}
 MK_DEVICE bool gate_try_wait(Gate* g, int odd) {
+  constexpr uint32_t NANOSECONDS = 1000;  // at most, so that a budget of polls is one of time
   uint32_t complete;
   asm volatile(
-      "{ .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p; }"
+      "{ .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n selp.u32 %0, 1, 0, p; }"
       : "=r"(complete)
-      : "r"(shared_address(g)), "r"(odd)
+      : "r"(shared_address(g)), "r"(odd), "r"(NANOSECONDS)
       : "memory");
   return complete;
 }
