@@ -237,24 +237,28 @@ def _gpu_library(config: BuildConfig, target: str) -> Path:
     options = ["-O3"]
     if target == "sm_90a":
         options.append("-gencode=arch=compute_90a,code=sm_90a")
-    folder = cache_folder() / f"{target}-{digest(config, target, [*options, torch.__version__])}"
+    known_by = digest(config, target, [*options, torch.__version__])
+    folder = cache_folder() / f"{target}-{known_by}"
     library = folder / "megakernel.so"
     if library.is_file():
         return library
-    write_config(config, folder)
-    # hipify writes beside the sources, which may be installed where nobody may write
-    sources = folder / "csrc"
-    shutil.copytree(CSRC, sources, dirs_exist_ok=True)
-    try:
-        cpp_extension.load(
-            "megakernel",
-            [str(sources / "kernel.cu")],
-            extra_cuda_cflags=options,
-            extra_include_paths=[str(sources), str(folder)],
-            build_directory=str(folder),
-            is_python_module=False,
-            with_cuda=True,
-        )
-    except (RuntimeError, OSError) as error:
-        raise BuildError(str(error)) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    # aside: hipify writes beside the sources, and a build that is killed leaves a lock that the next one would wait for
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        aside = Path(name)
+        write_config(config, aside)
+        shutil.copytree(CSRC, aside / "csrc")
+        try:
+            cpp_extension.load(
+                f"megakernel_{known_by}",
+                [str(aside / "csrc" / "kernel.cu")],
+                extra_cuda_cflags=options,
+                extra_include_paths=[str(aside / "csrc"), str(aside)],
+                build_directory=str(aside),
+                is_python_module=False,
+                with_cuda=True,
+            )
+        except (RuntimeError, OSError) as error:
+            raise BuildError(str(error)) from error
+        os.replace(aside / f"megakernel_{known_by}.so", library)
     return library
