@@ -341,9 +341,12 @@ class _Builder:
         out = self.routed(inputs, routing)
         outs += out
         end = self.tensor("mlp_residual", "activation", c.hidden_size)
-        results = [self.part(out, at=at) for out in outs for at in range(self.tensors[out].count)]
-        reads = [*results, self.part(routing), self.part(x)]
-        self.single("MOE_COMBINE_RESIDUAL", "moe_combine", c.hidden_size, reads, [self.part(end)])
+        tiles = []
+        for rows in steps(c.hidden_size, k.combine_rows, "combine_rows"):
+            results = [self.part(out, rows, at=at) for out in outs for at in range(self.tensors[out].count)]
+            reads = (*results, self.part(routing), self.part(x, rows))
+            tiles.append(dict(rows=rows, reads=reads, writes=(self.part(end, rows),)))
+        self.op("MOE_COMBINE_RESIDUAL", "small", "moe_combine", c.hidden_size, tiles)
         return end
 
     def routed(self, inputs: list[Range], routing: str) -> list[str]:

@@ -49,6 +49,8 @@ class Knobs:
     """Tasks per routed expert for gate_proj and up_proj."""
     expert_w2_tiles: int = 3
     """Tasks per routed expert for down_proj."""
+    combine_rows: int = 2048
+    """Rows of the state per task that adds up the experts."""
     attn_rows: int = 128
     """Positions per attention task."""
     attn_heads: int = 1
@@ -106,8 +108,9 @@ PRESETS = {
         shared_rows=22,
         expert_w13_tiles=22,
         expert_w2_tiles=22,
-        attn_rows=16,
-        attn_heads=16,
+        combine_rows=128,
+        attn_rows=32,
+        attn_heads=4,
         absorb_rows=64,
         splits=1,
     ),

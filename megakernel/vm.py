@@ -359,12 +359,14 @@ class Machine:
         k, start = self.config.num_experts_per_tok, args.routing // 4
         chosen = self.ints[start : start + 2 * k : 2].tolist()
         factors = self.floats[start + 1 : start + 2 * k : 2]
-        routed = torch.zeros(args.cols, dtype=torch.bfloat16, device=self.device)
+        first, end = task.rows
+        own = slice(first, end)
+        routed = torch.zeros(end - first, dtype=torch.bfloat16, device=self.device)
         for expert, slot in sorted(zip(chosen, range(k), strict=True)):
-            part = self.half(args.input + args.input_bytes * (slot if args.slots else expert), args.cols)
+            part = self.half(args.input + args.input_bytes * (slot if args.slots else expert), args.cols)[own]
             routed = routed + (part.float() * factors[slot]).to(torch.bfloat16)
-        both = routed + self.half(args.shared, args.cols)
-        self.half(args.out, args.cols).copy_(self.half(args.residual, args.cols) + both)
+        both = routed + self.half(args.shared, args.cols)[own]
+        self.half(args.out, args.cols)[own] = self.half(args.residual, args.cols)[own] + both
 
     def _argmax_partial(self, task, args, step: int) -> None:
         first, end = task.chunk

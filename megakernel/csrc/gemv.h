@@ -45,9 +45,10 @@ MK_DEVICE void stage_input(Consumer& c, const Task& task, const Args& args) {
       bool split = (Code)task.code == Code::gemv_splitk;
       int cols = split ? task.chunk[1] - task.chunk[0] : args.cols;
       const bf16* vector = (const bf16*)from + (split ? task.chunk[0] : 0);
-      for (int head = first; head < end; ++head)
-        for (int i = thread(); i < cols; i += CONSUMERS)
-          x[(head - first) * cols + i] = fresh(&vector[head * args.head_stride + i]);
+      for (int i = thread(); i < (end - first) * (cols / 8); i += CONSUMERS) {
+        int head = first + i / (cols / 8), at = i % (cols / 8) * 8;
+        *(Vec16*)&x[(head - first) * cols + at] = fresh((const Vec16*)&vector[head * args.head_stride + at]);
+      }
       break;
     }
   }

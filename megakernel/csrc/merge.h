@@ -25,14 +25,17 @@ MK_DEVICE void merge(Shared& sh, const float* partials, int chunks, int heads, i
     for (int chunk = lane(); chunk < chunks; chunk += WAVE) factors[(head - first) * chunks + chunk] /= sum;
   }
   consumer_sync();
-  for (int i = thread(); i < (end - first) * width; i += CONSUMERS) {
-    int head = first + i / width;
-    float value = 0;
+  // four values at a time, and many chunks on their way at once: they are far away
+  for (int i = thread(); i < (end - first) * (width / 4); i += CONSUMERS) {
+    int head = first + i / (width / 4), at = i % (width / 4) * 4;
+    const float* own = factors + (head - first) * chunks;
+    float value[4] = {0, 0, 0, 0};
+    MK_UNROLL(8)
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      float part = fresh(&partials[((int64_t)chunk * heads + head) * each + i % width]);
-      value = fmaf(factors[(head - first) * chunks + chunk], part, value);
+      Vec16 part = fresh((const Vec16*)(partials + ((int64_t)chunk * heads + head) * each + at));
+      for (int j = 0; j < 4; ++j) value[j] = fmaf(own[chunk], bits_to_float(part.word[j]), value[j]);
     }
-    out[i] = to_bf16(value);
+    for (int j = 0; j < 4; ++j) out[(head - first) * width + at + j] = to_bf16(value[j]);
   }
 }
 

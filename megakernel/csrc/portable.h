@@ -26,6 +26,14 @@
 #include "abi.h"
 #include "build_config.h"
 
+namespace mk {
+
+struct alignas(16) Vec16 {
+  uint32_t word[4];
+};
+
+}  // namespace mk
+
 #if defined(MK_HOST)
 #include "platform/host.h"
 #elif defined(__HIP_PLATFORM_AMD__)
@@ -35,10 +43,6 @@
 #endif
 
 namespace mk {
-
-struct alignas(16) Vec16 {
-  uint32_t word[4];
-};
 
 typedef uint16_t bf16;  // as bits: vendor headers for bf16 differ between releases
 

@@ -32,6 +32,7 @@ VARIANTS = [
     dict(attn_heads=3),
     dict(attn_heads=3, mla="absorbed"),
     dict(splits=1),
+    dict(combine_rows=24),
     dict(splits=7),
     dict(workers=1),
 ]

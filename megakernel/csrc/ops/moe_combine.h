@@ -5,26 +5,30 @@
 
 namespace mk {
 
-MK_DEVICE void moe_combine(Consumer& c, const Task&, const Args& args) {
+MK_DEVICE void moe_combine(Consumer& c, const Task& task, const Args& args) {
   const Params& p = c.p;
   const Routing* routing = (const Routing*)(p.work + args.routing);
-  int32_t* order = (int32_t*)c.sh.slots;  // slots by the number of their expert
-  if (thread() == 0)
+  // the chosen experts in the order of their ids: where each one's output lies, and its weight
+  int32_t* places = (int32_t*)c.sh.slots;
+  float* weights = c.sh.slots + p.topk;
+  if (thread() < p.topk) {
+    int expert = fresh(&routing[thread()].expert), rank = 0;
     for (int slot = 0; slot < p.topk; ++slot) {
-      int expert = fresh(&routing[slot].expert), at = slot;
-      for (; at > 0 && fresh(&routing[order[at - 1]].expert) > expert; --at) order[at] = order[at - 1];
-      order[at] = slot;
+      int other = fresh(&routing[slot].expert);
+      rank += other < expert || (other == expert && slot < thread());  // equal only if the router saw NaN
     }
+    places[rank] = args.slots ? thread() : expert;
+    weights[rank] = fresh(&routing[thread()].weight);
+  }
   consumer_sync();
   const bf16* shared = (const bf16*)(p.work + args.shared);
   const bf16* residual = (const bf16*)(p.work + args.residual);
   bf16* out = (bf16*)(p.work + args.out);
-  for (int i = thread(); i < args.cols; i += CONSUMERS) {
+  for (int i = task.rows[0] + thread(); i < task.rows[1]; i += CONSUMERS) {
     float sum = 0;
-    for (int place = 0; place < p.topk; ++place) {
-      int slot = order[place], expert = fresh(&routing[slot].expert);
-      const bf16* part = (const bf16*)(p.work + args.input + (args.slots ? slot : expert) * args.input_bytes);
-      sum = rounded(sum + rounded(to_float(fresh(&part[i])) * fresh(&routing[slot].weight)));
+    for (int rank = 0; rank < p.topk; ++rank) {
+      const bf16* part = (const bf16*)(p.work + args.input + places[rank] * args.input_bytes);
+      sum = rounded(sum + rounded(to_float(fresh(&part[i])) * weights[rank]));
     }
     sum = rounded(sum + to_float(fresh(&shared[i])));
     out[i] = to_bf16(to_float(fresh(&residual[i])) + sum);

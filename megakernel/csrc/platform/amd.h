@@ -6,6 +6,8 @@
 #include <math.h>
 #include <string.h>
 
+#define MK_PRAGMA(text) _Pragma(#text)
+#define MK_UNROLL(times) MK_PRAGMA(unroll times)
 #define MK_DEVICE __device__ __forceinline__
 #define MK_KERNEL extern "C" __global__ void __launch_bounds__(mk::THREADS, 1)
 #define MK_PARAMS const mk::Params

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #define MK_DEVICE inline
+#define MK_UNROLL(times)
 
 namespace mk {
 

@@ -5,6 +5,8 @@
 #include <math.h>
 #include <string.h>
 
+#define MK_PRAGMA(text) _Pragma(#text)
+#define MK_UNROLL(times) MK_PRAGMA(unroll times)
 #define MK_DEVICE __device__ __forceinline__
 #define MK_KERNEL extern "C" __global__ void __launch_bounds__(mk::THREADS, 1)
 #define MK_PARAMS const __grid_constant__ mk::Params
@@ -71,6 +73,10 @@ MK_DEVICE uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
 template <class T>
 MK_DEVICE T fresh(const T* p) {
   return __ldcg(p);
+}
+MK_DEVICE Vec16 fresh(const Vec16* p) {
+  uint4 value = __ldcg((const uint4*)p);
+  return Vec16{{value.x, value.y, value.z, value.w}};
 }
 
 MK_DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
