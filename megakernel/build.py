@@ -120,7 +120,8 @@ def configure(table: Table, target: str = "host", **shape: int) -> BuildConfig:
             heads = (end - first) // int(args["head_stride"])
             main = config.qk_nope_head_dim if args["absorbed"] < 0 else config.kv_lora_rank
             x_items = max(x_items, (heads + 1) * (main + config.qk_rope_head_dim))
-            scratch = max(scratch, heads * (right - left))
+            # scores, and two pointers for each position
+            scratch = max(scratch, (heads + 4) * (right - left))
         elif code == abi.code("attn_merge"):
             scratch = max(scratch, (end - first) // int(args["head_stride"]) * int(args["chunks"]))
     needs = dict(x_items=x_items, slots=slots, scratch=scratch)

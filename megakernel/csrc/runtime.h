@@ -75,6 +75,16 @@ struct Source {
   }
 };
 
+// Brings a stream into the ring. False if the launch was given up.
+MK_DEVICE bool feed(const Params& p, Shared& sh, const Stream& s, uint32_t* pieces) {
+  for (int i = 0; i < s.count; ++i, ++*pieces) {
+    uint32_t stage = *pieces % STAGES;
+    if (!wave_gate_wait(p, sh, &sh.empty[stage], *pieces / STAGES + 1)) return false;
+    fetch(s, piece_of(s, i), sh.ring[stage], &sh.full[stage]);
+  }
+  return true;
+}
+
 MK_DEVICE void produce(const Params& p, Shared& sh) {
   Source source(p, sh);
   uint32_t pieces = 0;
@@ -107,6 +117,12 @@ MK_DEVICE void produce(const Params& p, Shared& sh) {
     }
     const Task& task = sh.task[slot];
     const Args& args = sh.args[slot];
+    state = State::streaming;
+    if ((Code)task.code == Code::attn_chunk) {
+      CacheStreams cache = cache_streams(p, task, args);
+      if (cache.fit() && !(feed(p, sh, cache.rows, &pieces) && feed(p, sh, cache.turned, &pieces))) break;
+      continue;
+    }
     if (!streams(task)) continue;
     int alive = 1;
     if (task.route_event >= 0) {
@@ -119,14 +135,7 @@ MK_DEVICE void produce(const Params& p, Shared& sh) {
     int expert = expert_of(p, task, args);
     if (expert < 0) continue;
     state = State::streaming;
-    Stream s = stream_of(p, task, args, expert);
-    for (int i = 0; i < s.count; ++i, ++pieces) {
-      uint32_t stage = pieces % STAGES;
-      alive = wave_gate_wait(p, sh, &sh.empty[stage], pieces / STAGES + 1);
-      if (!alive) break;
-      fetch(s, piece_of(s, i), sh.ring[stage], &sh.full[stage]);
-    }
-    if (!alive) break;
+    if (!feed(p, sh, stream_of(p, task, args, expert), &pieces)) break;
   }
   if (lane() == 0) {
     dump_of(p)->producer_state = (int32_t)state;

@@ -48,6 +48,18 @@ MK_DEVICE int expert_of(const Params& p, const Task& task, const Args& args) {
   return -1;
 }
 
+// Cuts rows of `cols` elements, of which `s` has the place and the number, into pieces.
+MK_DEVICE Stream cut(Stream s) {
+  constexpr int ITEMS = STAGE_BYTES / 2;
+  s.piece = s.cols < ITEMS ? s.cols : ITEMS;
+  s.pieces = (s.cols + s.piece - 1) / s.piece;
+  s.at_once = s.pieces > 1 ? 1 : ITEMS / s.cols;
+  s.parts = s.pieces * (s.at_once < TEAM_WAVES ? TEAM_WAVES : 1);
+  s.count = (s.total_rows() + s.at_once - 1) / s.at_once * s.pieces;
+  return s;
+}
+
+// Of a task that multiplies.
 MK_DEVICE Stream stream_of(const Params& p, const Task& task, const Args& args, int expert) {
   Stream s;
   bool split = (Code)task.code == Code::gemv_splitk;
@@ -59,12 +71,37 @@ MK_DEVICE Stream stream_of(const Params& p, const Task& task, const Args& args, 
   int64_t offset = expert * args.matrix_bytes + 2 * ((int64_t)first * s.pitch + (split ? task.chunk[0] : 0));
   s.matrix = (const unsigned char*)p.weights + args.weight + offset;
   s.matrix2 = (const unsigned char*)p.weights + args.weight2 + offset;
-  constexpr int ITEMS = STAGE_BYTES / 2;
-  s.piece = s.cols < ITEMS ? s.cols : ITEMS;
-  s.pieces = (s.cols + s.piece - 1) / s.piece;
-  s.at_once = s.pieces > 1 ? 1 : ITEMS / s.cols;
-  s.parts = s.pieces * (s.at_once < TEAM_WAVES ? TEAM_WAVES : 1);
-  s.count = (s.total_rows() + s.at_once - 1) / s.at_once * s.pieces;
+  return cut(s);
+}
+
+// What a task of attention reads of the cache: keys and values (or latents with rotated keys), and rotated keys that lie
+// apart. Only positions from before the launch: others are written while it runs, and not before the task's events.
+struct CacheStreams {
+  Stream rows, turned;
+
+  // They stay in the ring, in whole rows, until the task is done. If they don't fit they are read where they are.
+  MK_DEVICE bool fit() const { return rows.pieces == 1 && turned.pieces == 1 && rows.count + turned.count <= STAGES; }
+  MK_DEVICE int held() const { return fit() ? rows.count + turned.count : 0; }
+};
+
+MK_DEVICE CacheStreams cache_streams(const Params& p, const Task& task, const Args& args) {
+  CacheStreams s;
+  const int begin = task.chunk[0], end = task.chunk[1] < p.position ? task.chunk[1] : p.position;
+  const bool absorbed = args.absorbed >= 0;
+  const int width = args.head_stride, first = task.rows[0] / width, heads = task.rows[1] / width - first;
+  const int each = p.nope + p.v;
+  s.rows.rows = s.turned.rows = end > begin ? end - begin : 0;
+  s.rows.matrices = s.turned.matrices = 1;
+  s.rows.pitch = args.cache_pitch;
+  s.rows.cols = absorbed ? p.lora + p.rope : heads * each;
+  int64_t offset = (int64_t)begin * args.cache_pitch + (absorbed ? 0 : first * each);
+  s.rows.matrix = (const unsigned char*)p.cache + args.cache + 2 * offset;
+  s.rows.matrix2 = s.turned.matrix2 = nullptr;
+  s.turned.pitch = s.turned.cols = p.rope;
+  s.turned.matrix = (const unsigned char*)p.cache + args.rope_cache + 2 * (int64_t)begin * p.rope;
+  if (absorbed) s.turned.rows = 0;
+  s.rows = cut(s.rows);
+  s.turned = cut(s.turned);
   return s;
 }
 
@@ -75,6 +112,11 @@ MK_DEVICE Piece piece_of(const Stream& s, int number) {
   piece.col = number % s.pieces * s.piece;
   piece.cols = s.cols - piece.col < s.piece ? s.cols - piece.col : s.piece;
   return piece;
+}
+
+// Where a row lies in the ring, if rows are whole and the first piece of its stream was number `base`.
+MK_DEVICE const bf16* in_ring(const Shared& sh, const Stream& s, uint32_t base, int row) {
+  return (const bf16*)sh.ring[(base + (uint32_t)(row / s.at_once)) % STAGES] + row % s.at_once * s.cols;
 }
 
 // By the producer wave: starts the copies of a piece. Rows that follow each other in memory are one copy.

@@ -7,16 +7,6 @@
 
 namespace mk {
 
-MK_DEVICE float pair_dot(const bf16* a, const bf16* b, int pairs) {
-  float sum = 0;
-  for (int i = lane(); i < pairs; i += WAVE) {
-    uint32_t x = *(const uint32_t*)(a + 2 * i), y = *(const uint32_t*)(b + 2 * i);
-    sum = fmaf(low_half(x), low_half(y), sum);
-    sum = fmaf(high_half(x), high_half(y), sum);
-  }
-  return sum;
-}
-
 MK_DEVICE void attn_chunk(Consumer& c, const Task& task, const Args& args) {
   const Params& p = c.p;
   Shared& sh = c.sh;
@@ -27,8 +17,10 @@ MK_DEVICE void attn_chunk(Consumer& c, const Task& task, const Args& args) {
   const int plain = absorbed ? p.lora : p.nope, each = plain + p.rope;
   bf16* queries = sh.x;               // [heads][plain + rope]
   bf16* row = queries + heads * each;  // this position's row of the latent cache, not in there yet
-  float* scores = sh.scratch;         // [heads][positions of a whole chunk]
   const int pitch = task.chunk[1] - begin;
+  const bf16** rows = (const bf16**)sh.scratch;  // [positions]: where the row of the cache is
+  const bf16** turned = rows + pitch;            // [positions]: and its rotated key
+  float* scores = (float*)(turned + pitch);      // [heads][positions of a whole chunk]
 
   const bf16* query = (const bf16*)(p.work + args.query);
   for (int i = thread(); i < heads * each; i += CONSUMERS) {
@@ -54,22 +46,30 @@ MK_DEVICE void attn_chunk(Consumer& c, const Task& task, const Args& args) {
   }
   consumer_sync();
 
-  // the row of a position that holds the keys, and the one that holds their rotated part
-  const bf16* cache = (const bf16*)(p.cache + args.cache);
+  // Rows from before the launch are in the ring and may have been for long, this position's is in shared memory if it is
+  // not in the cache yet, and those between are read from the cache.
+  const CacheStreams streams = cache_streams(p, task, args);
+  const int each_head = p.nope + p.v, pieces = streams.held();
+  for (int i = 0; i < pieces; ++i) gate_wait(p, sh, &sh.full[(c.pieces + i) % STAGES], (c.pieces + i) / STAGES);
+  for (int i = thread(); i < positions; i += CONSUMERS) {
+    int64_t position = begin + i;
+    bool streamed = streams.fit() && i < streams.rows.rows;
+    rows[i] = streamed ? in_ring(sh, streams.rows, c.pieces, i)
+              : absorbed && folded && position == now
+                  ? row
+                  : (const bf16*)(p.cache + args.cache) + position * args.cache_pitch + (absorbed ? 0 : first * each_head);
+    turned[i] = absorbed   ? rows[i] + p.lora
+                : streamed ? in_ring(sh, streams.turned, c.pieces + streams.rows.count, i)
+                           : (const bf16*)(p.cache + args.rope_cache) + position * p.rope;
+  }
+  consumer_sync();
+
   for (int i = wave(); i < heads * positions; i += CONSUMER_WAVES) {
-    int head = i / positions, position = begin + i % positions;
-    const bf16* keys = cache + (int64_t)position * args.cache_pitch;
-    const bf16* turned;
-    if (absorbed) {
-      if (folded && position == now) keys = row;
-      turned = keys + p.lora;
-    } else {
-      keys += (first + head) * (p.nope + p.v);
-      turned = (const bf16*)(p.cache + args.rope_cache) + (int64_t)position * p.rope;
-    }
+    int head = i / positions, position = i % positions;
     const bf16* own = queries + head * each;
-    float score = wave_sum(pair_dot(keys, own, plain / 2) + pair_dot(turned, own + plain, p.rope / 2));
-    if (lane() == 0) scores[head * pitch + i % positions] = score * p.softmax_scale;
+    float score = dot(rows[position] + (absorbed ? 0 : head * each_head), own, lane() * 8, plain, WAVE * 8);
+    score = wave_sum(score + dot(turned[position], own + plain, lane() * 8, p.rope, WAVE * 8));
+    if (lane() == 0) scores[head * pitch + position] = score * p.softmax_scale;
   }
   consumer_sync();
 
@@ -95,13 +95,9 @@ MK_DEVICE void attn_chunk(Consumer& c, const Task& task, const Args& args) {
   for (int i = thread(); i < heads * (width / 2); i += CONSUMERS) {
     int head = i / (width / 2), at = i % (width / 2) * 2;
     float low = 0, high = 0;
+    MK_UNROLL(4)
     for (int j = 0; j < positions; ++j) {
-      const bf16* values = cache + (int64_t)(begin + j) * args.cache_pitch;
-      if (!absorbed)
-        values += (first + head) * (p.nope + p.v) + p.nope;
-      else if (folded && begin + j == now)
-        values = row;
-      uint32_t pair = *(const uint32_t*)(values + at);
+      uint32_t pair = *(const uint32_t*)(rows[j] + (absorbed ? at : head * each_head + p.nope + at));
       low = fmaf(scores[head * pitch + j], low_half(pair), low);
       high = fmaf(scores[head * pitch + j], high_half(pair), high);
     }
@@ -109,6 +105,13 @@ MK_DEVICE void attn_chunk(Consumer& c, const Task& task, const Args& args) {
     head_out[0] = low;
     head_out[1] = high;
   }
+
+  consumer_sync();  // everybody has read the stages
+  for (int i = 0; i < pieces; ++i) {
+    uint32_t piece = c.pieces + i;
+    if (piece % TEAMS == (uint32_t)(wave() / TEAM_WAVES) && lane() == 0) gate_arrive(&sh.empty[piece % STAGES]);
+  }
+  c.pieces += pieces;
 }
 
 }  // namespace mk
