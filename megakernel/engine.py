@@ -127,6 +127,7 @@ class DecodeEngine:
         self.step = 0
         """Tokens decoded since the prompt; the position of the noise of the next one."""
         self._next: int | None = None
+        self._prompt: tuple[int, int] | None = None
 
     def prefill(self, ids: Sequence[int] | torch.Tensor) -> None:
         """Takes a prompt in place of what was there before.
@@ -152,7 +153,19 @@ class DecodeEngine:
         if len(ids) > 1:
             _, cache = reference.prefill(self.weights, self.config, ids[:-1].to(self.device))
             self.memory.load_cache(cache)
-        self.length, self._next = len(ids) - 1, int(ids[-1])
+        self._prompt = len(ids) - 1, int(ids[-1])
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Forgets what was decoded since the prompt, which can then be continued in another way: without a prefill.
+
+        Raises:
+            ValueError: there is no prompt.
+        """
+        if self._prompt is None:
+            raise ValueError("there is no prompt to go back to: call prefill(ids) first")
+        self.length, self._next = self._prompt
+        self.step = 0
 
     def decode(
         self,

@@ -33,6 +33,10 @@ class LayerCache(NamedTuple):
 Cache = tuple[LayerCache, ...]
 """One per layer. A step returns a new cache and leaves the one it was given as it is."""
 
+Forced = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Experts in place of the router's: int64 [N, k], or a pair of these and of their weights, fp32 [N, k], with which
+routed_scaling_factor has been multiplied."""
+
 
 def empty_cache(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> Cache:
     """The cache before the first token."""
@@ -164,17 +168,26 @@ def router_logits(x, weight) -> torch.Tensor:
     return linear(x.float(), weight.float())
 
 
-def route(logits, config: ModelConfig, forced: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logits, config: ModelConfig, forced: Forced | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The k most likely experts of each row and their softmax probabilities, times routed_scaling_factor.
 
     Args:
         logits: fp32 [N, n_routed_experts].
-        forced: int64 [N, k], experts to use instead; their weights still follow from the logits.
+        forced: experts to use instead; without weights of their own, these still follow from the logits.
 
     Returns:
-        ids int64 [N, k], most likely first, the lowest id first on a tie (or `forced`), and weights fp32 [N, k], which
-        are not normalised to 1.
+        ids int64 [N, k], most likely first, the lowest id first on a tie (or those of `forced`), and weights fp32
+        [N, k], which are not normalised to 1.
+
+    Raises:
+        ValueError: the weights of `forced` are not fp32, or of another shape than the ids.
     """
+    if isinstance(forced, tuple):
+        ids, weights = forced
+        if weights.dtype != torch.float32 or weights.shape != ids.shape:
+            found = f"{weights.dtype} {list(weights.shape)}"
+            raise ValueError(f"forced: expected weights of torch.float32 {list(ids.shape)}, found {found}")
+        return ids, weights
     scores = logits.softmax(dim=-1, dtype=torch.float32)
     if forced is None:
         ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, : config.num_experts_per_tok]
@@ -260,7 +273,7 @@ def layer_step(
     sin: torch.Tensor,
     cache: LayerCache,
     *,
-    forced: torch.Tensor | None = None,
+    forced: Forced | None = None,
     trace: dict[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, LayerCache]:
     """One decoder layer.
@@ -271,7 +284,7 @@ def layer_step(
         x: [N, hidden_size], the residual stream.
         cos, sin: of `rotary_table` at the N positions that follow those of the cache.
         cache: of this layer.
-        forced: int64 [N, k], experts to use instead of the router's.
+        forced: experts to use instead of the router's.
         trace: takes the result of each op, by the names used in this function.
 
     Returns:
@@ -317,7 +330,7 @@ def prefill(
     tokens: Sequence[int] | torch.Tensor,
     cache: Cache | None = None,
     *,
-    forced: Mapping[int, torch.Tensor] | None = None,
+    forced: Mapping[int, Forced] | None = None,
     trace: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, Cache]:
     """Logits after each of N tokens, and the cache that they leave.
@@ -326,8 +339,8 @@ def prefill(
         weights: by Hugging Face name, see `megakernel.weights`; their dtype is computed in.
         tokens: N ids, at least one.
         cache: what came before; None is nothing.
-        forced: by layer, int64 [N, k]: experts to use instead of the router's, for re-running another implementation's
-            routing. Layers left out route by themselves.
+        forced: by layer, experts to use instead of the router's, for re-running another implementation's routing.
+            Layers left out route by themselves.
         trace: takes, by layer, the dictionary of that layer's results (`layer_step`), and under "embedding" and "norm"
             what surrounds the layers.
 
@@ -335,7 +348,8 @@ def prefill(
         Logits [N, V] in the dtype of the weights, and the cache, N positions longer.
 
     Raises:
-        ValueError: no token, an id outside the vocabulary, or more positions than max_position_embeddings.
+        ValueError: no token, an id outside the vocabulary, or more positions than max_position_embeddings; `forced` as
+            for `route`.
     """
     embedding = weights["model.embed_tokens.weight"]
     device = embedding.device
@@ -376,7 +390,7 @@ def decode_step(
     position: int,
     cache: Cache,
     *,
-    forced: Mapping[int, torch.Tensor] | None = None,
+    forced: Mapping[int, Forced] | None = None,
     trace: dict[Any, Any] | None = None,
 ) -> tuple[torch.Tensor, Cache]:
     """Logits [V] after one token, and the cache with it.

@@ -1,4 +1,4 @@
-"""Published times and speedups of samplers and decoders (`data/reference/`), in the names of our own results."""
+"""Published times, speedups and errors of samplers and decoders (`data/reference/`), in our own results' names."""
 
 import re
 
@@ -6,7 +6,9 @@ from fmms import paths
 
 BASELINES = "one H200, torch 2.11.0+cu130, Triton 3.6.0, FlashInfer 0.6.8.post1, cold L2, n = 40"
 PAPER = "FlashSampling, arXiv 2603.15854 v2"
+MI300X = "published for a megakernel of DeepSeek-V2-Lite on one MI300X, 32 steps; its weights and prompt are not ours"
 DECODES = "one H200, vLLM 0.20.2 and transformers 5.17.0, random or dummy weights, 1,024 prompt tokens"
+GATES = "a megakernel on one MI300X, 27 layers of DeepSeek-V2-Lite in one launch, other weights, one token"
 
 _CASES = {"qwen3_8b": "qwen3-8b", "dsv2_lite": "deepseek-v2-lite", "llama3_70b": "llama3-70b"}
 _SYSTEMS = {
@@ -82,6 +84,25 @@ def decode_baselines():
     return table[["system", "config", "batch", "ms_per_token", "note"]]
 
 
+def layer_gates():
+    """Errors of each layer that a decode of DeepSeek-V2-Lite on an MI300X published, as a DataFrame: layer,
+    max_abs_diff, max_abs_ref, rel (their ratio), cosine, k_row_rel, v_row_rel, routing_ids.
+
+    k_row_rel, v_row_rel: of the token's keys and values in the cache. Raises FileNotFoundError without the file.
+    """
+    return _read("mi300x_layer_gates.csv")
+
+
+def teacher_forced():
+    """Gates of a megakernel for DeepSeek-V2-Lite on one MI300X as a DataFrame: section, step, layer, metric, value,
+    threshold, result, note.
+
+    section: "gate", or what was run again with routing forced; value: text, a number or a fraction such as "28/32".
+    Raises FileNotFoundError without the file.
+    """
+    return _read("mi300x_teacher_forced.csv", value=str)
+
+
 def read_ceiling() -> float:
     """The best read bandwidth of an H200 that is published here, in bytes per second.
 
@@ -92,7 +113,7 @@ def read_ceiling() -> float:
     return float(best["value"].max()) * 1e12
 
 
-def _read(name: str):
+def _read(name: str, **types):
     try:
         import pandas
     except ImportError as error:
@@ -100,4 +121,4 @@ def _read(name: str):
     path = paths.reference_dir() / name
     if not path.is_file():
         raise FileNotFoundError(f"data/reference/{name} is missing; it is part of the project's repository")
-    return pandas.read_csv(path)
+    return pandas.read_csv(path, dtype=types)

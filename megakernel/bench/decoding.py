@@ -81,8 +81,19 @@ def top_margins(logits: torch.Tensor, k: int = 1) -> list[float]:
     return (top[:, k - 1] - top[:, k]).tolist()
 
 
-def reference_decode(weights, config: ModelConfig, prompt: Sequence[int] | torch.Tensor, steps: int) -> ReferenceDecode:
+def reference_decode(
+    weights,
+    config: ModelConfig,
+    prompt: Sequence[int] | torch.Tensor,
+    steps: int,
+    cache: reference.Cache | None = None,
+) -> ReferenceDecode:
     """Prefill a prompt with `megakernel.reference`, then decode `steps` tokens, each the one of the largest logit.
+
+    Args:
+        weights, config: as `reference.prefill` takes them.
+        prompt: at least one id.
+        cache: of what comes before the prompt; None is nothing.
 
     Raises:
         ValueError: as `reference.prefill`, or steps < 1.
@@ -91,7 +102,7 @@ def reference_decode(weights, config: ModelConfig, prompt: Sequence[int] | torch
         raise ValueError(f"steps is {steps}; expected at least 1")
     layers = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)]
     trace: dict = {}
-    logits, cache = reference.prefill(weights, config, prompt, trace=trace)
+    logits, cache = reference.prefill(weights, config, prompt, cache, trace=trace)
     kept, routed = [logits[-1].clone()], [[trace[layer]["router_logits"][-1] for layer in layers]]
     tokens = [int(kept[0].argmax())]
     del logits
@@ -209,8 +220,9 @@ class RoutingDifferences(NamedTuple):
 def routing_differences(config: ModelConfig, mine: torch.Tensor, theirs: Routing) -> RoutingDifferences:
     """Compare the experts that another implementation chose with those of the reference, computed on the same path.
 
-    A choice may differ where the router logits of the dropped and the added expert are no further apart than the
-    largest error of a router logit of this layer, and that is at most LOGIT_ERROR of the largest one.
+    A choice may differ where the router logits of the dropped and the added expert are no further apart than the errors
+    of these two together, because they can err in opposite directions; and the largest error of a router logit must be
+    at most LOGIT_ERROR of the largest one.
 
     Args:
         mine: the reference's router logits, fp32 [N, n_routed_experts].
@@ -218,12 +230,14 @@ def routing_differences(config: ModelConfig, mine: torch.Tensor, theirs: Routing
     """
     own = torch.zeros_like(mine, dtype=torch.bool).scatter_(1, reference.route(mine, config)[0], True)
     other = torch.zeros_like(own).scatter_(1, theirs.experts, True)
-    dropped = mine.masked_fill(~(own & ~other), -torch.inf).max(-1).values
-    added = mine.masked_fill(~(other & ~own), torch.inf).min(-1).values
-    margins = (dropped - added)[(own != other).any(-1)]
-    error = (mine - theirs.logits).abs().max()
+    dropped = mine.masked_fill(~(own & ~other), -torch.inf).max(-1)
+    added = mine.masked_fill(~(other & ~own), torch.inf).min(-1)
+    differ = (own != other).any(-1)
+    errors = (mine - theirs.logits).abs()
+    both = sum(errors.gather(-1, side.indices[:, None])[differ, 0] for side in (dropped, added))
+    margins = (dropped.values - added.values)[differ]
     # written so that a NaN explains nothing
-    near = (margins <= error) & (error <= LOGIT_ERROR * mine.abs().max())
+    near = (margins <= both) & (errors.max() <= LOGIT_ERROR * mine.abs().max())
     widest = max([0.0, *margins.tolist()])
     return RoutingDifferences(len(mine), len(margins), int((~near).sum()), widest)
 

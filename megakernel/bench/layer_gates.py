@@ -145,7 +145,7 @@ def compare(
     chosen = {layer: each.ids.long()[None] for layer, each in routings.items()} if valid else {}
     differs = {layer: _set(ids) != _set(free[layer]["expert_ids"]) for layer, ids in chosen.items()}
     path = run(weights, cache, chosen) if any(differs.values()) else free
-    wide = run(_Wide(weights), tuple(reference.LayerCache(*(part.float() for part in each)) for each in cache), chosen)
+    wide = run(Wide(weights), tuple(reference.LayerCache(*(part.float() for part in each)) for each in cache), chosen)
 
     routing: list[dict] = []
     layers: list[dict] = []
@@ -327,7 +327,7 @@ def _is_rounding(rms: Mapping[str, float]) -> bool:
     return rms["own_rms"] <= ROUNDING * rms["reference_rms"]  # a NaN is not
 
 
-class _Wide(Mapping):
+class Wide(Mapping):
     """Weights in fp32, each converted when it is read: all of them at once would be twice as large as the model."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]):

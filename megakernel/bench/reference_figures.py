@@ -23,7 +23,7 @@ def margins(steps, profile: str):
     # a tie in bf16 is exactly 0, which a logarithm has no place for
     ax.set_yscale("symlog", linthresh=decoding.NEAR_TIE, linscale=0.5)
     ax.set_ylim(-0.02, tokens["margin"].max() * 1.5)
-    _plain_ticks(ax, tokens["margin"].max())
+    plain_ticks(ax.yaxis, tokens["margin"].max())
     ax.axhspan(-0.02, decoding.NEAR_TIE, color="#dddddd", zorder=0, linewidth=0, label="near-tie")
     ax.set(xlabel="decode step (0: prefill)", ylabel="margin of the two largest logits")
     ax.set_title("tokens", fontsize=8, fontweight="normal")
@@ -51,12 +51,13 @@ def margins(steps, profile: str):
     return plotting.save(fig, f"{NOTEBOOK}_margins", profile, caption)
 
 
-def _plain_ticks(ax, most: float) -> None:
+def plain_ticks(axis, most: float) -> None:
+    """Ticks at 0 and at 0.1, 0.3, 1 and so on up to `most`, for an axis of logits."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    ax.yaxis.set_major_locator(FixedLocator([0] + [t for t in (0.1, 0.3, 1, 3, 10, 30, 100) if t <= most * 1.5]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.yaxis.set_minor_locator(NullLocator())
+    axis.set_major_locator(FixedLocator([0] + [t for t in (0.1, 0.3, 1, 3, 10, 30, 100) if t <= most * 1.5]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def speed(decode, floor_rows, profile: str):
@@ -80,10 +81,10 @@ def speed(decode, floor_rows, profile: str):
     }
 
     entries = [(f"This run: {name}{' on a CPU' if profile == 'cpu' else ''}", None, None)]
-    entries += [(_label(row.system, row.config), row.system, row) for row in decode.itertuples()]
+    entries += [(decoder_label(row.system, row.config), row.system, row) for row in decode.itertuples()]
     split = len(entries)
     entries += [("Published: V2-Lite, one H200", None, None)]
-    entries += [(_label(row.system, row.config), row.system, row) for row in theirs.itertuples()]
+    entries += [(decoder_label(row.system, row.config), row.system, row) for row in theirs.itertuples()]
 
     fig, ax = plotting.figure("page", 0.75 + 0.17 * len(entries))
     for place, (_, system, row) in enumerate(entries):
@@ -95,10 +96,10 @@ def speed(decode, floor_rows, profile: str):
                 continue
             ax.hlines(place, row.min_ms, row.p95_ms, color=style["color"], linewidth=1.2)
             ax.plot(row.p50_ms, place, linestyle="", **style)
-            _value(ax, max(row.p50_ms, row.p95_ms), place, row.p50_ms)
+            write_value(ax, max(row.p50_ms, row.p95_ms), place, row.p50_ms)
         else:
             ax.plot(row.ms_per_token, place, linestyle="", markerfacecolor="white", **style)
-            _value(ax, row.ms_per_token, place, row.ms_per_token)
+            write_value(ax, row.ms_per_token, place, row.ms_per_token)
     for (top, bottom), values in (((0, split - 1), own), ((split, len(entries) - 1), other)):
         for cache, style in FLOORS.items():
             label = f"floor, {cache} cache" if top == 0 else None
@@ -133,13 +134,14 @@ def speed(decode, floor_rows, profile: str):
     return plotting.save(fig, f"{NOTEBOOK}_speed", profile, caption)
 
 
-def _label(system: str, config: str) -> str:
+def decoder_label(system: str, config: str) -> str:
     """A decode in few words: "vllm (greedy)", "transformers-eager (batched_mm, sdpa)"."""
     found = re.search(r"experts (\w+), attention (\w+)", config)
     return f"{system} ({', '.join(found.groups()) if found else config.split(', ')[-1]})"
 
 
-def _value(ax, x: float, place: int, value: float) -> None:
+def write_value(ax, x: float, place: int, value: float) -> None:
+    """Write a value beside its point."""
     ax.annotate(f"{value:.3g}", (x, place), (5, 0), textcoords="offset points", va="center")
 
 

@@ -188,6 +188,36 @@ def test_forced_routing(drawn):
     assert relative(logits, expected) > 1e-3
 
 
+def test_forced_routing_with_weights(drawn):
+    trace, again, half = {}, {}, {}
+    expected, _ = reference.prefill(drawn, TINY, PROMPT, trace=trace)
+    routing = {layer: (trace[layer]["expert_ids"], trace[layer]["expert_weights"]) for layer in (1, 2)}
+    logits, _ = reference.prefill(drawn, TINY, PROMPT, forced=routing)
+    assert torch.equal(logits, expected)
+    ids, factors = routing[1]
+    reordered = {1: (ids.flip(1), factors.flip(1))}  # the same experts with the same weights in another order
+    logits, _ = reference.prefill(drawn, TINY, PROMPT, forced=reordered)
+    assert relative(logits, expected) < 1e-6
+    # weights with which routed_scaling_factor has been multiplied: the factor is not applied again
+    other = dataclasses.replace(TINY, routed_scaling_factor=2.0)
+    logits, _ = reference.prefill(drawn, other, PROMPT, forced=routing, trace=again)
+    assert torch.equal(logits, expected)
+    assert torch.equal(again[1]["expert_weights"], factors)
+    # each layer by itself: the other one routes as ever
+    logits, _ = reference.prefill(drawn, TINY, PROMPT, forced={2: (routing[2][0], routing[2][1] / 2)}, trace=half)
+    assert torch.equal(half[1]["out"], trace[1]["out"])
+    assert torch.allclose(half[2]["routed"], trace[2]["routed"] / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.bfloat16(), lambda x: x[:, :2], lambda x: x[0]])
+def test_forced_weights_of_another_kind_are_refused(change, drawn):
+    trace = {}
+    reference.prefill(drawn, TINY, PROMPT, trace=trace)
+    ids, factors = trace[1]["expert_ids"], trace[1]["expert_weights"]
+    with pytest.raises(ValueError, match=r"forced: expected weights of torch.float32 \[9, 3\], found"):
+        reference.prefill(drawn, TINY, PROMPT, forced={1: (ids, change(factors))})
+
+
 def test_what_is_refused(drawn):
     cache = reference.empty_cache(TINY, torch.float32)
     with pytest.raises(ValueError, match="position: expected 0, the length of the cache, found 1"):

@@ -103,6 +103,21 @@ def test_a_prompt_replaces_what_was_there(engine):
     engine.reset()
     with pytest.raises(ValueError, match="call prefill"):
         engine.decode(1)
+    with pytest.raises(ValueError, match="no prompt to go back to: call prefill"):
+        engine.rewind()
+
+
+def test_a_prompt_is_continued_again(engine):
+    engine.prefill(PROMPT)
+    greedy, sampled = engine.decode(6).tokens, None
+    for _ in range(2):
+        engine.rewind()
+        assert (engine.length, engine.step) == (len(PROMPT) - 1, 0)
+        again = engine.decode(4, temperature=1.0, seed=3).tokens
+        assert sampled is None or torch.equal(again, sampled), "the noise begins again, too"
+        sampled = again
+    engine.rewind()
+    assert torch.equal(torch.cat([engine.decode(1).tokens for _ in range(6)]), greedy)
 
 
 def test_folder_of_a_checkpoint(tmp_path, weights, engine):
