@@ -83,7 +83,8 @@ def sample(
     The logits are `hidden @ weight.T`, times `logit_scale`, then `softcap * tanh(x / softcap)`, then plus `bias` and
     `logit_bias`, then the penalties (repetition, frequency, presence), then masked. Without truncation, penalties and
     `logit_bias` the Triton kernels never store the logits [H, V]. A draw is a function of its row's logits, controls,
-    seed, position and sample index alone: each row gets what it would get in a call of its own.
+    seed, position and sample index alone: each row gets what the same logits would get in a call of their own. (Another
+    batch size can make the matmul round a logit differently, in fp32.)
 
     Args:
         hidden: [H, D], bfloat16, float16 or float32 (float32 is multiplied in IEEE fp32, never TF32).

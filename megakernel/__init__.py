@@ -16,6 +16,8 @@ _PLACES = {
     "DecodeEngine": "engine",
     "Decoded": "engine",
     "Deadlock": "launch",
+    "Knobs": "knobs",
+    "PRESETS": "knobs",
 }
 
 __all__ = sorted(_PLACES)

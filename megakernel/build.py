@@ -7,14 +7,18 @@ once: later processes load it from the cache (`cache_folder`). The host's is mad
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +35,7 @@ class BuildConfig:
     """What is fixed when the device source is compiled: the shape of a block and the sizes of its shared memory."""
 
     consumer_waves: int
-    """Waves that compute; one more fetches weights."""
+    """Waves that compute, a power of two for each team; one more fetches weights."""
     teams: int
     """Groups of waves that take turns with the pieces in the ring; a divisor of consumer_waves and of stages."""
     stages: int
@@ -46,6 +50,24 @@ class BuildConfig:
     """fp32 words for the scores of attention, the factors of a merge and the router's probabilities."""
     wave: int = 32
     """Threads of a wave; a GPU has its own."""
+
+    def __post_init__(self):
+        """Raises ValueError for a shape that the device code can't have; the message names the field."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field.name} must be a positive integer, not {value!r}")
+        each, left = divmod(self.consumer_waves, self.teams)
+        if left or each & (each - 1):
+            raise ValueError(
+                f"consumer_waves must be teams = {self.teams} times a power of two, not {self.consumer_waves}"
+            )
+        if self.stages % self.teams:
+            raise ValueError(f"stages must be a multiple of teams = {self.teams}, not {self.stages}")
+        if self.stage_bytes % 128:
+            raise ValueError(f"stage_bytes must be a multiple of 128, not {self.stage_bytes}")
+        if self.wave not in (32, 64):
+            raise ValueError(f"wave must be 32 or 64, not {self.wave}")
 
     def header(self) -> str:
         """The text of build_config.h."""
@@ -66,11 +88,14 @@ SHAPES = {
 }
 """What blocks look like on each target, unless a caller says otherwise."""
 
+ROOM = ("x_items", "slots", "scratch")
+"""Fields of BuildConfig that say how much a task may put into shared memory."""
+
 FLOORS = {"host": dict(x_items=4096, slots=4096, scratch=4096)}
 """Room that a build has at least, so that the many small tables of tests share builds."""
 
 
-def parts_of_row(cols: int, shape: dict[str, int]) -> int:
+def parts_of_row(cols: int, shape: Mapping[str, int]) -> int:
     """Sums that a row of so many columns leaves; csrc/stream.h does the same."""
     items = shape["stage_bytes"] // 2
     waves = shape["consumer_waves"] // shape["teams"]
@@ -94,7 +119,19 @@ def configure(table: Table, target: str = "host", **shape: int) -> BuildConfig:
     unknown = shape.keys() - {field.name for field in dataclasses.fields(BuildConfig)}
     if unknown:
         raise ValueError(f"{min(unknown)} is no field of a build")
+    floors = FLOORS.get(target, {})
     shape = SHAPES[target] | shape
+    BuildConfig(**(dict.fromkeys(ROOM, 8) | shape))  # before anything is divided by it
+    needs = {name: max(need, floors.get(name, 0)) for name, need in room(table, shape).items()}
+    return BuildConfig(**(needs | shape))
+
+
+def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
+    """The least x_items, slots and scratch with which a table can run.
+
+    Args:
+        shape: consumer_waves, teams and stage_bytes of the build.
+    """
     config = table.graph.config
     x_items = config.kv_lora_rank + config.qk_rope_head_dim
     slots, scratch = max(64, 2 * config.num_experts_per_tok), config.n_routed_experts
@@ -124,11 +161,8 @@ def configure(table: Table, target: str = "host", **shape: int) -> BuildConfig:
             scratch = max(scratch, (heads + 4) * (right - left))
         elif code == abi.code("attn_merge"):
             scratch = max(scratch, (end - first) // int(args["head_stride"]) * int(args["chunks"]))
-    needs = dict(x_items=x_items, slots=slots, scratch=scratch)
-    floors = FLOORS.get(target, {})
     # whole vectors of 16 bytes
-    needs = {name: max(-(-need // 8) * 8, floors.get(name, 0)) for name, need in needs.items()}
-    return BuildConfig(**(needs | shape))
+    return {name: -(-need // 8) * 8 for name, need in zip(ROOM, (x_items, slots, scratch), strict=True)}
 
 
 # --------------------------------------------------------------------------------------------------------------- cache
@@ -137,7 +171,7 @@ def configure(table: Table, target: str = "host", **shape: int) -> BuildConfig:
 def cache_folder() -> Path:
     """Where builds are kept: $MEGAKERNEL_CACHE, or megakernel in the user's cache folder."""
     if folder := os.environ.get("MEGAKERNEL_CACHE"):
-        return Path(folder)
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megakernel"
 
 
@@ -192,23 +226,36 @@ def host_program(config: BuildConfig, sanitizers: str = "address,undefined") -> 
 
 
 def _host(name: str, config: BuildConfig, more: Sequence[str], sources: Sequence[Path]) -> Path:
-    compiler = os.environ.get("CXX") or "g++"
-    if not shutil.which(compiler):
-        raise BuildError(f"no C++ compiler {compiler}; install g++, or name another one in CXX")
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
     options = ["-Wall", "-Wextra", *more]
-    folder = cache_folder() / f"host-{digest(config, 'host', [compiler, *options])}"
+    folder = cache_folder() / f"host-{digest(config, 'host', [platform.machine(), *compiler, *options])}"
     output = folder / name
     if output.is_file():
         return output
-    folder.mkdir(parents=True, exist_ok=True)
+    if not shutil.which(compiler[0]):
+        raise BuildError(f"no C++ compiler {compiler[0]}; install g++, or name another one in CXX")
     # made aside and moved, so that a killed or a second process never leaves half a build under the name
-    with tempfile.TemporaryDirectory(dir=folder) as aside:
-        command = [compiler, *compile_options(config, "host", Path(aside)), *options, *map(str, sources)]
-        done = subprocess.run([*command, "-o", f"{aside}/{name}"], capture_output=True, text=True)
+    with _aside(folder) as aside:
+        command = [*compiler, *compile_options(config, "host", aside), *options, *map(str, sources)]
+        done = subprocess.run([*command, "-o", str(aside / name)], capture_output=True, text=True)
         if done.returncode:
             raise BuildError(f"{' '.join(command)}\n{done.stderr}")
-        os.replace(f"{aside}/{name}", output)
+        os.replace(aside / name, output)
     return output
+
+
+@contextlib.contextmanager
+def _aside(folder: Path) -> Iterator[Path]:
+    """A temporary folder in a folder of the cache. Raises BuildError if it can't be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=folder)
+    except OSError as error:
+        raise BuildError(
+            f"builds can't be kept in {folder}: {error}; name another folder in MEGAKERNEL_CACHE"
+        ) from error
+    with temporary as name:
+        yield Path(name)
 
 
 def load(config: BuildConfig, target: str = "host") -> ctypes.CDLL:
@@ -218,10 +265,13 @@ def load(config: BuildConfig, target: str = "host") -> ctypes.CDLL:
         BuildError: a compiler is missing or fails.
         RuntimeError: the build lays its records out differently than Python does.
     """
-    if target == "host":
-        library = ctypes.CDLL(str(host_library(config)))
-    else:
-        library = ctypes.CDLL(str(_gpu_library(config, target)))
+    make = host_library if target == "host" else functools.partial(_gpu_library, target=target)
+    path = make(config)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError:  # a damaged file; one that has just been made is not
+        path.unlink()
+        library = ctypes.CDLL(str(make(config)))
     expected = abi.layout()
     numbers = (ctypes.c_int32 * (len(expected) + 1))()
     count = library.mk_layout(numbers, len(numbers))
@@ -235,6 +285,15 @@ def _gpu_library(config: BuildConfig, target: str) -> Path:
     import torch
     from torch.utils import cpp_extension
 
+    home, tool = (cpp_extension.ROCM_HOME, "ROCm") if torch.version.hip else (cpp_extension.CUDA_HOME, "CUDA toolkit")
+    if not home:
+        version = torch.version.hip or torch.version.cuda
+        raise BuildError(
+            f"no {tool}: install that of this PyTorch ({version or 'a build for CPUs'}) and set "
+            f"{'ROCM_HOME' if torch.version.hip else 'CUDA_HOME'} to where it is"
+        )
+    if not cpp_extension.is_ninja_available():
+        raise BuildError("no ninja, which torch.utils.cpp_extension builds with: pip install 'fmms[megakernel]'")
     options = ["-O3"]
     if target == "sm_90a":
         options.append("-gencode=arch=compute_90a,code=sm_90a")
@@ -243,10 +302,8 @@ def _gpu_library(config: BuildConfig, target: str) -> Path:
     library = folder / "megakernel.so"
     if library.is_file():
         return library
-    folder.mkdir(parents=True, exist_ok=True)
     # aside: hipify writes beside the sources, and a build that is killed leaves a lock that the next one would wait for
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        aside = Path(name)
+    with _aside(folder) as aside:
         write_config(config, aside)
         shutil.copytree(CSRC, aside / "csrc")
         try:

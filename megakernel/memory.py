@@ -161,7 +161,7 @@ class Memory:
                 continue
             elif ".experts." in short:
                 before, matrix = short.rsplit(".", 1)
-                for expert, view in enumerate(self.tensor(name)):
+                for expert, view in enumerate(self.tensor(name).view(tensor.count, tensor.rows, tensor.cols)):
                     named[f"{prefix}{before}.{expert}.{matrix}.weight"] = view
             else:
                 named[f"{prefix}{short}.weight"] = self.tensor(name)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fmms.arguments import check_integer
 from megakernel import abi, build
 from megakernel.config import KV_NORM_EPS
 from megakernel.launch import Deadlock, Launch, Result, Worker
@@ -51,6 +53,11 @@ class Native:
         self.device = memory.work.device
         self.target = "host" if self.device.type == "cpu" else "gfx942" if torch.version.hip else "sm_90a"
         self.config = config or build.configure(table, self.target)
+        for name, need in build.room(table, dataclasses.asdict(self.config)).items():
+            if getattr(self.config, name) < need:
+                raise ValueError(
+                    f"config: {name} must be at least {need} for this table, not {getattr(self.config, name)}"
+                )
         self.library = build.load(self.config, self.target)
         if self.target != "host":
             self.index = torch.cuda.current_device() if self.device.index is None else self.device.index
@@ -78,7 +85,8 @@ class Native:
 
     def _check_workers(self) -> None:
         most = ctypes.c_int()
-        self._check(self.library.mk_most_workers(self.index, ctypes.byref(most)))
+        with torch.cuda.device(self.index):
+            self._check(self.library.mk_most_workers(self.index, ctypes.byref(most)))
         if self.table.workers > most.value:
             raise ValueError(
                 f"workers: at most {most.value} blocks fit {torch.cuda.get_device_name(self.index)} at the same time, "
@@ -186,6 +194,9 @@ class Native:
             ValueError: an argument is wrong; the message names it.
             Deadlock: the launch was given up; it says what each worker was doing.
         """
+        if spin_budget is not None:
+            spin_budget = check_integer("spin_budget", spin_budget, 0, 2**63 - 1, "a number of polls")
+        order_seed = check_integer("order_seed", order_seed, 0, 2**64 - 1, "an integer from 0 to 2**64 - 1")
         launch = self.check(
             iterations=iterations,
             position=position,
@@ -199,12 +210,13 @@ class Native:
         params = self.params(launch, spin_budget, results)
         pointer = ctypes.c_void_p(params.ctypes.data)
         if self.target == "host":
-            if fault := self.library.mk_launch(pointer, ctypes.c_uint64(order_seed % 2**64)):
+            if fault := self.library.mk_launch(pointer, ctypes.c_uint64(order_seed)):
                 raise RuntimeError(f"{_HOST_FAULTS[fault]}: a fault of the device code or of build.configure")
         else:
-            stream = ctypes.c_void_p(torch.cuda.current_stream(self.index).cuda_stream)
-            self._check(self.library.mk_launch(pointer, self.index, stream))
-            torch.cuda.synchronize(self.index)
+            stream = torch.cuda.current_stream(self.index)
+            with torch.cuda.device(self.index):
+                self._check(self.library.mk_launch(pointer, self.index, ctypes.c_void_p(stream.cuda_stream)))
+            stream.synchronize()
         return self.finish(results)
 
     def finish(self, results: dict[str, torch.Tensor]) -> Result:

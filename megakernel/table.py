@@ -18,6 +18,7 @@ from megakernel import abi
 from megakernel.config import ModelConfig
 from megakernel.schedule import Schedule
 from megakernel.tasks import Graph, Op, Task, Tensor
+from megakernel.weights import check as check_weights
 
 ALIGNMENT = 256
 """Of every tensor in its arena, in bytes; asynchronous copies need 16."""
@@ -124,8 +125,10 @@ def fill(graph: Graph, place: Layout, weights: Mapping[str, torch.Tensor], arena
         arena: uint8 [place.weights_bytes], on any device.
 
     Raises:
-        ValueError: a weight is not bf16, or the arena has another size or type.
+        ValueError: a weight is missing, unknown, not bf16 or of another shape than the model's, or the arena has
+            another size or type.
     """
+    check_weights(weights, graph.config)
     if arena.dtype != torch.uint8 or arena.shape != (place.weights_bytes,):
         found = f"{arena.dtype} {list(arena.shape)}"
         raise ValueError(f"arena: expected a torch.uint8 tensor of shape [{place.weights_bytes}], got {found}")

@@ -82,7 +82,7 @@ struct Machine {
   size_t stack_size = 0;
 };
 
-Machine* machine = nullptr;
+thread_local Machine* machine = nullptr;  // launches in several threads know nothing of each other
 
 uint32_t draw(uint32_t below) {  // xorshift64* (Marsaglia, 2003; Vigna, 2016)
   uint64_t x = machine->random;

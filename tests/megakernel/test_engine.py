@@ -1,7 +1,10 @@
 """The engine as a user calls it, on the host build."""
 
+import copy
 import dataclasses
 import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -152,9 +155,14 @@ def test_random_weights_are_those_of_the_seed():
         (lambda engine: engine.decode(0), "n: expected a positive integer, got int 0"),
         (lambda engine: engine.decode(2, temperature=-1), "temperature: expected a number, 0 or more"),
         (lambda engine: engine.decode(2, seed=1.5), "seed: expected"),
-        (lambda engine: engine.decode(2, forced=[1, 2]), "forced: expected at most 2 token ids"),
+        (lambda engine: engine.decode(2, forced=[1, 2]), "forced: expected at most n - 1 = 1 token ids"),
+        (lambda engine: engine.decode(2, forced=[1.9]), "forced: expected .* got float 1.9"),
+        (lambda engine: engine.decode(3, forced="12"), "forced: expected"),
         (lambda engine: engine.decode(2, forced=[600]), "forced: expected"),
-        (lambda engine: engine.decode(99), "iterations: expected at most 61"),
+        (lambda engine: engine.decode(99), "n: expected at most 61, because 19 of the 80 positions are taken, got 99"),
+        (lambda engine: engine.prefill([1.7, 2.0]), "ids: expected token ids from 0 to 599, got float 1.7"),
+        (lambda engine: engine.prefill("hello"), "ids: expected token ids"),
+        (lambda engine: engine.prefill(torch.ones(3)), "ids: expected one or more token ids"),
     ],
 )
 def test_bad_arguments_are_named(call, message, engine):
@@ -172,9 +180,101 @@ def test_options_that_are_refused(weights):
         DecodeEngine(TINY, {name: each.float() for name, each in weights.items()})
 
 
+@pytest.mark.parametrize("change", [lambda w: w[1:], lambda w: torch.cat((w, w[:1])), lambda w: w.T.contiguous()])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.q_proj.weight"])
+def test_weights_of_another_shape_are_refused(name, change, weights):
+    with pytest.raises(ValueError, match=f"tensor {name}: expected shape"):
+        DecodeEngine(TINY, weights | {name: change(weights[name])})
+
+
+def test_weights_that_are_missing_or_unknown_are_refused(weights):
+    with pytest.raises(ValueError, match=r"tensor lm_head.weight: expected shape .* found no such tensor"):
+        DecodeEngine(TINY, {name: each for name, each in weights.items() if name != "lm_head.weight"})
+    with pytest.raises(ValueError, match="tensor bias: expected no such tensor"):
+        DecodeEngine(TINY, weights | {"bias": weights["model.norm.weight"]})
+
+
+def test_knobs_devices_and_folders_that_are_refused(weights, tmp_path):
+    for knobs in ("h100", dict(splits=3)):
+        with pytest.raises(ValueError, match="knobs must be a Knobs or one of h200, mi300x, mi300x_chain, not"):
+            DecodeEngine(TINY, weights, knobs=knobs)
+    with pytest.raises(ValueError, match="capacity: expected 1 to 2560 positions"):
+        DecodeEngine(TINY, weights, capacity=0)
+    for device in ("mps", "nowhere") if torch.cuda.is_available() else ("mps", "nowhere", "cuda"):
+        with pytest.raises(ValueError, match="device: "):
+            DecodeEngine.random(TINY, device=device)
+    with pytest.raises(FileNotFoundError, match="download the checkpoint first"):
+        DecodeEngine.from_pretrained(tmp_path / "none")
+
+
 def test_a_launch_that_is_given_up_can_be_followed_by_others(engine):
     engine.prefill(PROMPT)
+    expected = engine.decode(4).tokens
+    engine.rewind()
     with pytest.raises(Deadlock, match="workers wait forever"):
         engine.decode(4, spin_budget=0)
+    with pytest.raises(ValueError, match="did not end as it should"):
+        engine.decode(4)
+    engine.rewind()
+    assert torch.equal(engine.decode(4).tokens, expected)
+
+
+def test_an_interrupted_launch_is_not_gone_on_from(engine, monkeypatch):
+    def interrupted(**launch):
+        raise KeyboardInterrupt
+
     engine.prefill(PROMPT)
-    assert (engine.decode(4).tokens >= 0).all()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.launcher, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.decode(3)
+    with pytest.raises(ValueError, match="did not end as it should"):
+        engine.decode(3)
+
+
+def test_engines_in_threads(weights, engine):
+    engine.prefill(PROMPT)
+    expected = engine.decode(12).tokens
+    engines = [DecodeEngine(TINY, weights, capacity=60) for _ in range(2)]
+
+    def decode(each):
+        each.prefill(PROMPT)
+        return each.decode(12).tokens
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(torch.equal(tokens, expected) for tokens in pool.map(decode, engines))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(n_routed_experts=1, num_experts_per_tok=1),
+        dict(n_routed_experts=70, num_experts_per_tok=66),  # more than there are threads that compute
+        dict(num_attention_heads=1, num_hidden_layers=1, first_k_dense_replace=1),
+        dict(vocab_size=2, eos_token_id=1),
+    ],
+    ids=str,
+)
+def test_other_shapes_of_the_model(changes):
+    config = dataclasses.replace(TINY, **changes)
+    engine = DecodeEngine.random(config, 1, capacity=12)
+    prompt = [1, 0, 1, 1, 0]
+    engine.prefill(prompt)
+    found = engine.decode(1, return_logits=True).logits[0]
+    expected = reference.prefill(engine.weights, config, prompt)[0][-1].float()
+    assert torch.cosine_similarity(found, expected, 0) >= 0.999
+
+
+def test_capacity_is_what_the_model_allows(weights):
+    short = dataclasses.replace(TINY, max_position_embeddings=64)
+    assert DecodeEngine(short, weights).memory.capacity == 64
+    with pytest.raises(
+        ValueError, match=r"capacity: expected 1 to 64 positions \(max_position_embeddings\), got int 65"
+    ):
+        DecodeEngine(short, weights, capacity=65)
+
+
+def test_copies_are_refused(engine):
+    for copy_of in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="can't be copied or pickled"):
+            copy_of(engine)

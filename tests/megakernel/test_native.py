@@ -318,11 +318,63 @@ def test_host_sources_compile_without_a_warning(source, tmp_path):
 def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path))
     config = build.configure(table_of(Knobs(**SMALL)))
-    with pytest.raises(build.BuildError, match="every team has as many waves"):
-        build.host_library(dataclasses.replace(config, consumer_waves=3))
+    with monkeypatch.context() as broken:
+        broken.setattr(build.BuildConfig, "header", lambda self: "no C++")
+        with pytest.raises(build.BuildError, match="error"):
+            build.host_library(config)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler no-such-compiler"):
         build.host_library(config)
+
+
+def test_a_cached_build_needs_no_compiler_and_a_compiler_may_have_options(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "g++ -g0")
+    config = build.configure(table_of(Knobs(**SMALL)))
+    made = build.host_library(config)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert build.host_library(config) == made
+
+
+def test_a_damaged_build_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path))
+    config = build.configure(table_of(Knobs(**SMALL)))
+    path = build.host_library(config)
+    path.write_text("not a library")
+    assert build.load(config).mk_shared_bytes() > 0
+
+
+def test_a_cache_folder_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(build.BuildError, match="name another folder in MEGAKERNEL_CACHE"):
+        build.host_library(build.configure(table_of(Knobs(**SMALL))))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (dict(stages=0), "stages must be a positive integer, not 0"),
+        (dict(teams=True), "teams must be a positive integer, not True"),
+        (dict(teams=3), "consumer_waves must be teams = 3 times a power of two, not 2"),
+        (dict(consumer_waves=3, teams=1), "consumer_waves must be teams = 1 times a power of two, not 3"),
+        (dict(stages=3), "stages must be a multiple of teams = 2, not 3"),
+        (dict(stage_bytes=100), "stage_bytes must be a multiple of 128, not 100"),
+        (dict(wave=48), "wave must be 32 or 64, not 48"),
+        (dict(x_items=8.5), "x_items must be a positive integer, not 8.5"),
+    ],
+)
+def test_shapes_that_are_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        build.configure(table_of(Knobs(**SMALL)), **shape)
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(spin_budget=-5), dict(spin_budget=2.5), dict(order_seed=None), dict(order_seed=-1)]
+)
+def test_budgets_and_seeds_that_are_refused(changes, weights):
+    with pytest.raises(ValueError, match=f"{next(iter(changes))}: expected"):
+        launched(table_of(Knobs(**SMALL)), weights, **changes)
 
 
 def test_what_configure_refuses():
@@ -345,10 +397,16 @@ def test_a_build_has_the_room_that_its_table_needs(changes, weights, monkeypatch
     settings = dict(cache=cache, position=70)
     roomy = dataclasses.replace(config, x_items=4096, slots=4096, scratch=4096)
     assert same(launched(table, weights, config=config, **settings), launched(table, weights, config=roomy, **settings))
-    for field in ("x_items", "slots", "scratch"):
-        with pytest.raises(RuntimeError, match=f"wrote past the room of {field}"):
-            tight = dataclasses.replace(config, **{field: getattr(config, field) - 8})
+    for field in build.ROOM:
+        tight = dataclasses.replace(config, **{field: getattr(config, field) - 8})
+        with pytest.raises(
+            ValueError, match=f"config: {field} must be at least {getattr(config, field)} for this table"
+        ):
             launched(table, weights, config=tight, **settings)
+        with monkeypatch.context() as unchecked:
+            unchecked.setattr(build, "room", lambda *_: {})
+            with pytest.raises(RuntimeError, match=f"wrote past the room of {field}"):
+                launched(table, weights, config=tight, **settings)
 
 
 def test_tables_and_results_are_little_endian():

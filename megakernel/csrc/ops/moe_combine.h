@@ -11,14 +11,14 @@ MK_DEVICE void moe_combine(Consumer& c, const Task& task, const Args& args) {
   // the chosen experts in the order of their ids: where each one's output lies, and its weight
   int32_t* places = (int32_t*)c.sh.slots;
   float* weights = c.sh.slots + p.topk;
-  if (thread() < p.topk) {
-    int expert = fresh(&routing[thread()].expert), rank = 0;
+  for (int own = thread(); own < p.topk; own += CONSUMERS) {
+    int expert = fresh(&routing[own].expert), rank = 0;
     for (int slot = 0; slot < p.topk; ++slot) {
       int other = fresh(&routing[slot].expert);
-      rank += other < expert || (other == expert && slot < thread());  // equal only if the router saw NaN
+      rank += other < expert || (other == expert && slot < own);  // equal only if the router saw NaN
     }
-    places[rank] = args.slots ? thread() : expert;
-    weights[rank] = fresh(&routing[thread()].weight);
+    places[rank] = args.slots ? own : expert;
+    weights[rank] = fresh(&routing[own].weight);
   }
   consumer_sync();
   const bf16* shared = (const bf16*)(p.work + args.shared);
