@@ -5,6 +5,7 @@ Running notebooks is fmms.run's work.
 """
 
 import base64
+import json
 import re
 from importlib import resources
 from pathlib import Path
@@ -159,6 +160,10 @@ def _entry(name: str, build: Path, profile: str) -> dict:
         status = "failed" if note.get("exception") else "passed"
         finished, seconds = (note.get("end_time") or "")[:19], round(note.get("duration") or 0, 1)
     error = state.get("error")
+    note = f"{error['where']}: {error['what'].splitlines()[0]}" if error else "; ".join(faults)
+    if status is None and not note and (kept := _kept(name, profile)):
+        # Executed elsewhere; its results, figures and page came with the checkout.
+        status, finished, note = "kept", kept.get("utc", "")[:19], f"results of commit {kept['git']['commit'][:12]}"
     return {
         "name": name,
         "copy": copy,
@@ -167,10 +172,23 @@ def _entry(name: str, build: Path, profile: str) -> dict:
         "status": status or "not run",
         "finished": finished.replace("T", " ").replace("+00:00", ""),
         "seconds": seconds,
-        "error": f"{error['where']}: {error['what'].splitlines()[0]}" if error else "; ".join(faults),
+        "error": note,
         "faults": faults,
         "machine": machine_line(state),
     }
+
+
+def _kept(name: str, profile: str) -> dict | None:
+    """What was written down about the newest results of a notebook, if they are there and say from which commit."""
+    found = []
+    for path in (paths.project_root() / "data" / profile).glob(f"{name}*.json"):
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(about, dict) and isinstance(about.get("git"), dict) and about["git"].get("commit"):
+            found.append(about)
+    return max(found, key=lambda about: str(about.get("utc")), default=None)
 
 
 def _without_markers(cells: list) -> list:

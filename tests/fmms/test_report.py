@@ -120,6 +120,22 @@ def test_index_says_what_ran_and_shows_figures(pages):
     assert "torch" in index
 
 
+def test_results_from_elsewhere_are_not_called_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("FMMS_ROOT", str(tmp_path))
+    folder = tmp_path / "data" / "h200"
+    folder.mkdir(parents=True)
+    for name, utc, commit in (
+        ("12_x", "2026-01-02T03:04:05+00:00", "a" * 40),
+        ("12_x_more", "2026-01-03T03:04:05+00:00", "b" * 40),
+        ("13_y", "2026-01-04T03:04:05+00:00", None),
+    ):
+        (folder / f"{name}.json").write_text(json.dumps({"utc": utc, "git": {"commit": commit}}))
+    (folder / "14_z.json").write_text("{")
+    assert report._kept("12_x", "h200")["git"]["commit"] == "b" * 40
+    assert report._kept("13_y", "h200") is None
+    assert report._kept("14_z", "h200") is None
+
+
 def test_report_alone_renders_again(pages, monkeypatch, capsys):
     root, texts = pages
     monkeypatch.setenv("FMMS_ROOT", str(root))
