@@ -8,7 +8,6 @@ that still misses a gate, the reference in fp32 on the same path says whose erro
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -126,7 +125,9 @@ def rescheduled(engine: DecodeEngine, schedule: str) -> DecodeEngine:
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, not {schedule!r}")
-    other, graph = copy.copy(engine), engine.graph
+    # an engine refuses to be copied, because copies share a memory; here that is what is wanted
+    other, graph = DecodeEngine.__new__(DecodeEngine), engine.graph
+    other.__dict__.update(engine.__dict__)
     table = pack(graph, static(graph, graph.knobs.workers)) if schedule == "static" else pack(graph)
     other.launcher = Native(table, engine.memory, engine.launcher.config)
     return other
