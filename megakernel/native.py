@@ -43,7 +43,8 @@ class Native:
         config: the build to use; None is what `build.configure` says for the table.
 
     Raises:
-        ValueError: the memory was made for another graph, or more workers than can be on the GPU at the same time.
+        ValueError: the memory was made for another graph, the build has too little room for the table, or there are
+            more workers than can be on the GPU at the same time.
         BuildError: the device code can't be compiled here.
     """
 

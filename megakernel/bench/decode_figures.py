@@ -86,8 +86,6 @@ def speed(decode, profile: str):
 
     Those are the rows of notebook 20 of this profile, if it has run, and published ones.
     """
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
     theirs = published.decode_baselines()
     theirs = theirs[theirs["batch"] == 1].sort_values("ms_per_token", ascending=False)
     name, length = decode["config"].iloc[0].split(" ")[0], int(decode["T"].iloc[0])
@@ -125,16 +123,7 @@ def speed(decode, profile: str):
     ax.set_xscale("log")
     for place in absent:
         ax.annotate("not timed", (ax.get_xlim()[0], place), (4, 0), textcoords="offset points", va="center")
-    ax.set_ylim(len(entries) - 0.4, -0.6)
-    ax.set_yticks(range(len(entries)), [label for label, _, _ in entries])
-    for tick, (_, _, row) in zip(ax.get_yticklabels(), entries, strict=True):
-        tick.set_fontweight("bold" if row is None else "normal")
-    ax.tick_params(axis="y", length=0)
-    ax.grid(False, axis="y")
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.set_xlabel("ms per token")
-    ax.margins(x=0.1)
+    reference_figures.finish_rows(ax, entries)
     title = "How long does a token of a launch take?"
     if profile == "cpu":
         title += " (host build on a CPU: no speed claim)"

@@ -63,8 +63,6 @@ def plain_ticks(axis, most: float) -> None:
 def speed(decode, floor_rows, profile: str):
     """Milliseconds per token beside the floor and published decoders: `20_m0_reference_speed`; rows of `time_systems`
     and `floors`."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
     own = {
         cache: float(floor_rows[floor_rows["quantity"] == f"floor, {cache} cache"]["median"].iloc[0])
         for cache in FLOORS
@@ -107,17 +105,8 @@ def speed(decode, floor_rows, profile: str):
     for place, (_, _, row) in enumerate(entries):
         if row is not None and hasattr(row, "p50_ms") and row.p50_ms != row.p50_ms:
             ax.annotate("not timed here", (own["decompressed"], place), (8, 0), textcoords="offset points", va="center")
-    ax.set_ylim(len(entries) - 0.4, -0.6)
-    ax.set_yticks(range(len(entries)), [label for label, _, _ in entries])
-    for tick, (_, _, row) in zip(ax.get_yticklabels(), entries, strict=True):
-        tick.set_fontweight("bold" if row is None else "normal")
-    ax.tick_params(axis="y", length=0)
-    ax.grid(False, axis="y")
     ax.set_xscale("log")
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.set_xlabel("ms per token")
-    ax.margins(x=0.1)
+    finish_rows(ax, entries)
     title = "How long does a token take, and how long must it?"
     if profile == "cpu":
         title += " (a tiny model on a CPU: no speed claim)"
@@ -138,6 +127,27 @@ def decoder_label(system: str, config: str) -> str:
     """A decode in few words: "vllm (greedy)", "transformers-eager (batched_mm, sdpa)"."""
     found = re.search(r"experts (\w+), attention (\w+)", config)
     return f"{system} ({', '.join(found.groups()) if found else config.split(', ')[-1]})"
+
+
+def finish_rows(ax, entries: list) -> None:
+    """The axes of a figure of times, one row for each decode.
+
+    Args:
+        ax: with a logarithmic x axis, in ms.
+        entries: of each row its label, its style and what was measured; None there makes the label a heading.
+    """
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    ax.set_ylim(len(entries) - 0.4, -0.6)
+    ax.set_yticks(range(len(entries)), [label for label, _, _ in entries])
+    for tick, (_, _, row) in zip(ax.get_yticklabels(), entries, strict=True):
+        tick.set_fontweight("bold" if row is None else "normal")
+    ax.tick_params(axis="y", length=0)
+    ax.grid(False, axis="y")
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.set_xlabel("ms per token")
+    ax.margins(x=0.1)
 
 
 def write_value(ax, x: float, place: int, value: float) -> None:
