@@ -330,17 +330,14 @@ def _reads_and_writes(graph: Graph, done: dict[tuple[int, ...], int]) -> int:
             if _grid(boxes, (tensor.rows - 1, tensor.rows), (0, tensor.cols))[0].min() < 1:
                 raise InvalidGraph(f"{name}: nobody writes all of row {tensor.rows - 1}, which later tokens read")
 
-    read = {(part.tensor, part.at) for part in readers}
+    read: dict[tuple[str, int], list[Range]] = collections.defaultdict(list)
+    for part in readers:
+        read[part.tensor, part.at].append(part)
     control = {event.index for event in graph.events if any(graph.tasks[task].op < 0 for task in event.consumers)}
     for (name, at), found in writes.items():
-        writer = found[0][0]
-        if (
-            graph.tensors[name].kind == "activation"
-            and (name, at) not in read
-            and not control & {*graph.triggers[writer]}
-        ):
-            # the token itself goes to the host; any other result was made to be read, so a read was left out
-            raise InvalidGraph(f"{label(graph, writer)} writes {name} at {at}, which nobody reads")
+        # the token itself goes to the host; any other result was made to be read, so a read was left out
+        if graph.tensors[name].kind == "activation" and not control & {*graph.triggers[found[0][0]]}:
+            _all_read(graph, name, at, found, read[name, at])
 
     orders = 0
     for part, cohorts in readers.items():
@@ -368,6 +365,23 @@ def _reads_and_writes(graph: Graph, done: dict[tuple[int, ...], int]) -> int:
                 writer = label(graph, _lowest(missing))
                 raise InvalidGraph(f"{label(graph, task)} {what} {writer} is certainly done: it waits only for {names}")
     return orders
+
+
+def _all_read(graph: Graph, name: str, at: int, writes: list[tuple[int, Range]], reads: list[Range]) -> None:
+    """Everything that is written into a tensor is read by some task."""
+    unread = np.zeros((graph.tensors[name].rows, graph.tensors[name].cols), bool)
+    for _, part in writes:
+        unread[slice(*part.rows), slice(*part.cols)] = True
+    for part in reads:
+        unread[slice(*part.rows), slice(*part.cols)] = False
+    if unread.any():
+        row, col = np.argwhere(unread)[0].tolist()
+        writer = next(
+            task for task, part in writes
+            if part.rows[0] <= row < part.rows[1] and part.cols[0] <= col < part.cols[1]
+        )  # fmt: skip
+        where = f"row {row}, column {col} of {name} at {at}"
+        raise InvalidGraph(f"{label(graph, writer)} writes {where}, which nobody reads")
 
 
 def _writers_ordered(graph: Graph, done: dict, name: str, tasks: np.ndarray, boxes: np.ndarray) -> None:

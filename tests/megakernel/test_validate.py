@@ -261,6 +261,13 @@ def test_result_that_nobody_reads(graph):
     refused(dropped_result(graph, 1, 5), "EXPERT_W2", "experts.out at 5", "nobody reads")
 
 
+def test_part_of_a_result_that_nobody_reads():
+    """Of the tasks of a combine only the first leaves an expert's result out: it is read, but not all of it."""
+    graph = tiny(combine_rows=16)
+    assert len(find_op(graph, "MOE_COMBINE_RESIDUAL", 1).tasks) > 1
+    refused(dropped_result(graph, 1, 5), "row 0, column 0 of layers.1.mlp.experts.out at 5", "nobody reads")
+
+
 # ------------------------------------------------------------------------------------------------------------- matrices
 
 
