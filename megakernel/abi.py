@@ -19,7 +19,7 @@ import numpy as np
 
 HEADER = Path(__file__).parent / "csrc" / "abi.h"
 
-VERSION = 1
+VERSION = 2
 """Goes up whenever a record or the meaning of an argument changes."""
 
 CODES = (
@@ -162,6 +162,7 @@ PARAMS = (
     Field("tokens", "ptr", "i32 [iterations]: the token sampled by each; -1 if a logit was NaN or +inf"),
     Field("times", "ptr", "i64 [iterations]: nanoseconds of the device's clock when each was sampled"),
     Field("trace", "ptr", "null or fp32 [iterations, vocab_size]: takes the logits"),
+    Field("timeline", "ptr", "null or i64 [num_tasks, 4], TIMELINE of each task for the last token"),
     Field("abort", "ptr", "u32: not 0 ends the launch; zeroed"),
     Field("dump", "ptr", "Dump [workers]"),
     Field("spin_budget", "i64", "polls without progress after which a wait gives the launch up"),
@@ -195,6 +196,10 @@ RECORDS = {"Task": TASK, "Args": ARGS, "Routing": ROUTING, "Partial": PARTIAL, "
 
 APPENDS = 1
 """Bit of Task.flags."""
+
+TIMELINE = ("worker", "taken", "ready", "done")
+"""Of a task: the worker, then nanoseconds of the device's clock: when its consumers took it, when what it waits for was
+there, and when they were done."""
 
 PARTIAL_STATS = 4
 """fp32 words after each head's output in a chunk of attention: largest score, sum, and two of padding."""

@@ -107,6 +107,8 @@ class Result(NamedTuple):
     """fp32 [iterations, vocab_size], if asked for."""
     times: torch.Tensor | None = None
     """int64 [iterations], nanoseconds of the device's clock when each token was sampled; None from the interpreter."""
+    timeline: torch.Tensor | None = None
+    """int64 [num_tasks, 4], the columns of `abi.TIMELINE` for each task of the last token, if asked for."""
 
 
 # ------------------------------------------------------------------------------------------------------------- deadlock

@@ -148,7 +148,7 @@ class Native:
             record[0][name] = number
         return record
 
-    def results(self, launch: Launch, trace: bool) -> dict[str, torch.Tensor]:
+    def results(self, launch: Launch, trace: bool, timeline: bool = False) -> dict[str, torch.Tensor]:
         """Arrays that a launch fills, and what it is forced to read."""
         arrays = dict(
             forced=launch.forced.to(self.device),
@@ -158,6 +158,9 @@ class Native:
         if trace:
             shape = launch.iterations, self.table.graph.config.vocab_size
             arrays["trace"] = torch.full(shape, torch.nan, dtype=torch.float32, device=self.device)
+        if timeline:
+            shape = len(self.table.tasks), len(abi.TIMELINE)
+            arrays["timeline"] = torch.zeros(shape, dtype=torch.int64, device=self.device)
         return arrays
 
     def check(self, **launch) -> Launch:
@@ -176,6 +179,7 @@ class Native:
         seed: int = 0,
         noise_position: int = 0,
         trace: bool = False,
+        timeline: bool = False,
         order_seed: int = 0,
         spin_budget: int | None = None,
     ) -> Result:
@@ -185,6 +189,7 @@ class Native:
             iterations, position, forced, temperature, seed, noise_position: as for `megakernel.launch.Launch.of`; the
                 cache grows by `iterations` positions.
             trace: whether to return the logits.
+            timeline: whether to return when each task of the last token ran; the clock costs some time.
             order_seed: stands for one interleaving of the host's fibres.
             spin_budget: polls without progress after which the launch is given up; None is SPIN_BUDGET.
 
@@ -206,7 +211,7 @@ class Native:
             seed=seed,
             noise_position=noise_position,
         )
-        results = self.results(launch, trace)
+        results = self.results(launch, trace, timeline)
         self.counts.copy_(self.begin)
         params = self.params(launch, spin_budget, results)
         pointer = ctypes.c_void_p(params.ctypes.data)
@@ -224,7 +229,7 @@ class Native:
         """What a launch returned. Raises Deadlock if it was given up."""
         if self.arrays["abort"].item():
             raise Deadlock(self.table.graph, self.workers())
-        return Result(results["tokens"], results.get("trace"), results["times"])
+        return Result(results["tokens"], results.get("trace"), results["times"], results.get("timeline"))
 
     def workers(self) -> list[Worker]:
         """What each worker was doing when a launch was given up."""
@@ -260,7 +265,7 @@ def run_program(program: Path, native: Native, order_seed: int = 0, **launch) ->
         Deadlock: as for `Native.run`.
     """
     checked = native.check(**launch)
-    results = native.results(checked, trace=True)
+    results = native.results(checked, trace=True, timeline=True)
     native.counts.copy_(native.begin)
     arrays = native.arrays | results
     with tempfile.TemporaryDirectory() as folder:

@@ -33,7 +33,7 @@ enum class By : int32_t { all = 0, expert = 1, slot = 2 };
 
 enum class State : int32_t { idle = 0, waiting = 1, streaming = 2, routing = 3, queue = 4, done = 5 };
 
-constexpr int32_t ABI_VERSION = 1;
+constexpr int32_t ABI_VERSION = 2;
 constexpr int32_t APPENDS = 1;
 constexpr int PARTIAL_STATS = 4;
 
@@ -131,6 +131,7 @@ struct Params {
   uint64_t tokens;  // i32 [iterations]: the token sampled by each; -1 if a logit was NaN or +inf
   uint64_t times;  // i64 [iterations]: nanoseconds of the device's clock when each was sampled
   uint64_t trace;  // null or fp32 [iterations, vocab_size]: takes the logits
+  uint64_t timeline;  // null or i64 [num_tasks, 4], TIMELINE of each task for the last token
   uint64_t abort;  // u32: not 0 ends the launch; zeroed
   uint64_t dump;  // Dump [workers]
   int64_t spin_budget;  // polls without progress after which a wait gives the launch up
@@ -168,7 +169,7 @@ constexpr int32_t LAYOUT[] = {
   (int32_t)sizeof(Routing), (int32_t)offsetof(Routing, expert), (int32_t)offsetof(Routing, weight),
   (int32_t)sizeof(Partial), (int32_t)offsetof(Partial, key), (int32_t)offsetof(Partial, largest), (int32_t)offsetof(Partial, argmax), (int32_t)offsetof(Partial, drawn), (int32_t)offsetof(Partial, pad),
   (int32_t)sizeof(Dump), (int32_t)offsetof(Dump, state), (int32_t)offsetof(Dump, iteration), (int32_t)offsetof(Dump, task), (int32_t)offsetof(Dump, event), (int32_t)offsetof(Dump, value), (int32_t)offsetof(Dump, threshold), (int32_t)offsetof(Dump, producer_state), (int32_t)offsetof(Dump, producer_task),
-  (int32_t)sizeof(Params), (int32_t)offsetof(Params, weights), (int32_t)offsetof(Params, cache), (int32_t)offsetof(Params, work), (int32_t)offsetof(Params, rotary), (int32_t)offsetof(Params, tasks), (int32_t)offsetof(Params, args), (int32_t)offsetof(Params, waits), (int32_t)offsetof(Params, triggers), (int32_t)offsetof(Params, thresholds), (int32_t)offsetof(Params, list_first), (int32_t)offsetof(Params, lists), (int32_t)offsetof(Params, consumer_first), (int32_t)offsetof(Params, consumers), (int32_t)offsetof(Params, counters), (int32_t)offsetof(Params, arrived), (int32_t)offsetof(Params, queue), (int32_t)offsetof(Params, queue_ends), (int32_t)offsetof(Params, forced), (int32_t)offsetof(Params, tokens), (int32_t)offsetof(Params, times), (int32_t)offsetof(Params, trace), (int32_t)offsetof(Params, abort), (int32_t)offsetof(Params, dump), (int32_t)offsetof(Params, spin_budget), (int32_t)offsetof(Params, seed), (int32_t)offsetof(Params, noise_position), (int32_t)offsetof(Params, num_tasks), (int32_t)offsetof(Params, num_events), (int32_t)offsetof(Params, workers), (int32_t)offsetof(Params, dynamic), (int32_t)offsetof(Params, iterations), (int32_t)offsetof(Params, position), (int32_t)offsetof(Params, launch_event), (int32_t)offsetof(Params, hidden), (int32_t)offsetof(Params, heads), (int32_t)offsetof(Params, nope), (int32_t)offsetof(Params, rope), (int32_t)offsetof(Params, v), (int32_t)offsetof(Params, lora), (int32_t)offsetof(Params, experts), (int32_t)offsetof(Params, topk), (int32_t)offsetof(Params, vocab), (int32_t)offsetof(Params, eps), (int32_t)offsetof(Params, kv_eps), (int32_t)offsetof(Params, softmax_scale), (int32_t)offsetof(Params, routed_scale), (int32_t)offsetof(Params, temperature), (int32_t)offsetof(Params, pad),
+  (int32_t)sizeof(Params), (int32_t)offsetof(Params, weights), (int32_t)offsetof(Params, cache), (int32_t)offsetof(Params, work), (int32_t)offsetof(Params, rotary), (int32_t)offsetof(Params, tasks), (int32_t)offsetof(Params, args), (int32_t)offsetof(Params, waits), (int32_t)offsetof(Params, triggers), (int32_t)offsetof(Params, thresholds), (int32_t)offsetof(Params, list_first), (int32_t)offsetof(Params, lists), (int32_t)offsetof(Params, consumer_first), (int32_t)offsetof(Params, consumers), (int32_t)offsetof(Params, counters), (int32_t)offsetof(Params, arrived), (int32_t)offsetof(Params, queue), (int32_t)offsetof(Params, queue_ends), (int32_t)offsetof(Params, forced), (int32_t)offsetof(Params, tokens), (int32_t)offsetof(Params, times), (int32_t)offsetof(Params, trace), (int32_t)offsetof(Params, timeline), (int32_t)offsetof(Params, abort), (int32_t)offsetof(Params, dump), (int32_t)offsetof(Params, spin_budget), (int32_t)offsetof(Params, seed), (int32_t)offsetof(Params, noise_position), (int32_t)offsetof(Params, num_tasks), (int32_t)offsetof(Params, num_events), (int32_t)offsetof(Params, workers), (int32_t)offsetof(Params, dynamic), (int32_t)offsetof(Params, iterations), (int32_t)offsetof(Params, position), (int32_t)offsetof(Params, launch_event), (int32_t)offsetof(Params, hidden), (int32_t)offsetof(Params, heads), (int32_t)offsetof(Params, nope), (int32_t)offsetof(Params, rope), (int32_t)offsetof(Params, v), (int32_t)offsetof(Params, lora), (int32_t)offsetof(Params, experts), (int32_t)offsetof(Params, topk), (int32_t)offsetof(Params, vocab), (int32_t)offsetof(Params, eps), (int32_t)offsetof(Params, kv_eps), (int32_t)offsetof(Params, softmax_scale), (int32_t)offsetof(Params, routed_scale), (int32_t)offsetof(Params, temperature), (int32_t)offsetof(Params, pad),
 };
 
 }  // namespace mk

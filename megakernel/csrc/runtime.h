@@ -224,6 +224,11 @@ MK_DEVICE void consume(const Params& p, Shared& sh) {
       state = State::done;
       break;
     }
+    int64_t* line = p.timeline && thread() == 0 ? (int64_t*)p.timeline + 4 * (int64_t)number : nullptr;
+    if (line) {
+      line[0] = block();
+      line[1] = nanoseconds();
+    }
     const Task& task = sh.task[slot];
     c.iteration = sh.iteration[slot];
     state = State::waiting;
@@ -233,9 +238,11 @@ MK_DEVICE void consume(const Params& p, Shared& sh) {
         if (!event_wait(p, sh, waits[i], c.iteration, dump_of(p))) break;
     }
     if (given_up(sh, 1)) break;
+    if (line) line[2] = nanoseconds();
     state = State::streaming;
     execute(c, task, sh.args[slot]);
     consumer_sync();
+    if (line) line[3] = nanoseconds();
     if (given_up(sh, 2)) break;
     if (thread() == 0) {
       sh.fired_count = 0;

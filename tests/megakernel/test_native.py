@@ -182,6 +182,20 @@ def test_a_launch_goes_on_where_another_ended(weights):
     assert torch.equal(parts.cache, memory.cache)
 
 
+@pytest.mark.parametrize("queue", [False, True], ids=["lists", "queue"])
+def test_the_timeline_has_every_task_in_order(queue, weights):
+    table = table_of(Knobs(**SMALL), queue)
+    result, _ = launched(table, weights, timeline=True)
+    worker, taken, ready, done = result.timeline.numpy().T
+    assert (taken > 0).all() and (taken <= ready).all() and (ready <= done).all()
+    assert set(worker.tolist()) <= set(range(table.workers))
+    for event in table.graph.events:
+        producers, consumers = list(event.producers), list(event.consumers)
+        if producers and consumers and not event.from_host:
+            assert done[producers].max() <= ready[consumers].min()
+    assert launched(table, weights)[0].timeline is None
+
+
 # ----------------------------------------------------------------------------------------------------- interleavings
 
 
