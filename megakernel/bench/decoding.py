@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from megakernel import reference
+from megakernel.bench import rounding
 from megakernel.config import ModelConfig
 
 COLUMNS = (
@@ -30,10 +31,6 @@ METHODS = {
     "cuda": "CUDA events at the boundaries of the steps of a running decode, so waits for the host count",
     "cpu": "perf_counter at the boundaries of the steps of a running decode",
 }
-NEAR_TIE = 0.1
-"""Distance of the two largest logits under which another token is no surprise in bf16."""
-LOGIT_ERROR = 0.05
-"""Largest error of a logit, over the largest one, that can still be rounding in bf16; see `check_tokens`."""
 
 
 class Routing(NamedTuple):
@@ -192,6 +189,8 @@ class Verdict:
     steps: int
     passed: bool
     reason: str
+    explained: bool = False
+    """Whether fp32 says that what did not pass is rounding."""
 
     @property
     def tokens_match(self) -> str:
@@ -204,7 +203,7 @@ class RoutingDifferences(NamedTuple):
     choices: int
     differ: int
     unexplained: int
-    """Those that no near-tie explains."""
+    """Those that rounding does not explain."""
     widest: float
     """The largest distance of router logits that a differing choice had to bridge."""
 
@@ -217,29 +216,46 @@ class RoutingDifferences(NamedTuple):
         return f"{self.differ} of {self.choices} choices of experts differ, at margins up to {self.widest:.2g}"
 
 
-def routing_differences(config: ModelConfig, mine: torch.Tensor, theirs: Routing) -> RoutingDifferences:
+def routing_differences(
+    config: ModelConfig, mine: torch.Tensor, theirs: Routing, wide: torch.Tensor | None = None
+) -> RoutingDifferences:
     """Compare the experts that another implementation chose with those of the reference, computed on the same path.
 
-    A choice may differ where the router logits of the dropped and the added expert are no further apart than the errors
-    of these two together, because they can err in opposite directions; and the largest error of a router logit must be
-    at most LOGIT_ERROR of the largest one.
+    A choice may differ as `rounding.Choices.statuses` says, if besides no router logit of any of these positions is off
+    by more than ROUTER_ERROR of the largest one of them all, unless fp32 says that its position is rounding.
 
     Args:
         mine: the reference's router logits, fp32 [N, n_routed_experts].
         theirs: of the same N positions.
+        wide: as `mine`, of the reference in fp32; None if it was not asked.
     """
-    own = torch.zeros_like(mine, dtype=torch.bool).scatter_(1, reference.route(mine, config)[0], True)
-    other = torch.zeros_like(own).scatter_(1, theirs.experts, True)
-    dropped = mine.masked_fill(~(own & ~other), -torch.inf).max(-1)
-    added = mine.masked_fill(~(other & ~own), torch.inf).min(-1)
-    differ = (own != other).any(-1)
-    errors = (mine - theirs.logits).abs()
-    both = sum(errors.gather(-1, side.indices[:, None])[differ, 0] for side in (dropped, added))
-    margins = (dropped.values - added.values)[differ]
-    # written so that a NaN explains nothing
-    near = (margins <= both) & (errors.max() <= LOGIT_ERROR * mine.abs().max())
-    widest = max([0.0, *margins.tolist()])
-    return RoutingDifferences(len(mine), len(margins), int((~near).sum()), widest)
+    found = rounding.choices(config, mine, theirs.logits, theirs.experts, wide)
+    sound = found.error <= rounding.ROUTER_ERROR * mine.abs().max()  # a NaN is not
+    if wide is not None:
+        sound |= rounding.is_rounding(theirs.logits, mine, wide)
+    differ = found.count > 0
+    bad = differ.tolist() if not sound.all() else [status == "unexplained" for status in found.statuses()]
+    return RoutingDifferences(len(mine), int(differ.sum()), sum(bad), max([0.0, *found.margin[differ].tolist()]))
+
+
+class _Path(NamedTuple):
+    """The reference along a system's tokens, with the experts that it chose."""
+
+    logits: torch.Tensor
+    """fp32 [S + 1, V]."""
+    routers: list[dict[int, torch.Tensor]]
+    """Router logits as `Decode.routing` has them."""
+
+
+def _along(decode: Decode, weights: Mapping[str, torch.Tensor], config: ModelConfig, prompt) -> _Path:
+    cache, logits, routers = None, [], []
+    for number in range(len(decode.tokens)):
+        given = prompt if number == 0 else decode.tokens[number - 1 : number]
+        forced, trace = {layer: routing.experts for layer, routing in decode.routing[number].items()}, {}
+        out, cache = reference.prefill(weights, config, given, cache, forced=forced, trace=trace)
+        logits.append(out[-1].float().clone())
+        routers.append({layer: trace[layer]["router_logits"] for layer in forced})
+    return _Path(torch.stack(logits), routers)
 
 
 def check_tokens(
@@ -252,6 +268,11 @@ def check_tokens(
     itself (`routing_differences`). At every step of that text the reference must choose the system's token, or hold it
     closer to its own than the largest difference of the logits there; and that difference must be at most LOGIT_ERROR
     of the largest logit.
+
+    What does not pass is explained if the weights are narrower than fp32, and the reference in fp32, along the same
+    path, says that it is rounding: at every step that is past these bounds by `rounding.Tokens.explained`, and of
+    experts by `rounding.choices`. The fp32 run computes a cache of its own: both implementations have rounded theirs,
+    and with the reference's the judge would share the errors of one of the two.
 
     Args:
         decode: of the system.
@@ -270,33 +291,53 @@ def check_tokens(
     if first is None:
         return Verdict(count - 1, count - 1, True, "tokens equal the reference's")
 
-    cache, routed, same, worst, furthest, wrong = None, RoutingDifferences(0, 0, 0, 0.0), 0, 0.0, 0.0, []
-    for number, token in enumerate(decode.tokens):
-        given = prompt if number == 0 else decode.tokens[number - 1 : number]
-        theirs, trace = decode.routing[number], {}
-        forced = {layer: routing.experts for layer, routing in theirs.items()}
-        logits, cache = reference.prefill(weights, config, given, cache, forced=forced, trace=trace)
-        for layer, routing in theirs.items():
-            routed += routing_differences(config, trace[layer]["router_logits"], routing)
-        mine = logits[-1].float()
-        error, most = float((decode.logits[number].float() - mine).abs().max()), float(mine.abs().max())
-        behind = float(mine.max() - mine[token])
-        same, worst, furthest = same + (behind == 0), max(worst, error / max(most, 1e-30)), max(furthest, behind)
-        # written so that a NaN fails
-        if not ((behind == 0 or behind < error) and error <= LOGIT_ERROR * most):
-            wrong.append(f"step {number} ({behind:.3g} behind, logits differ by {error:.3g} of {most:.3g})")
-    passed = not wrong and not routed.unexplained
+    def routed(wide=None):
+        total = RoutingDifferences(0, 0, 0, 0.0)
+        for number, theirs in enumerate(decode.routing):
+            for layer, routing in theirs.items():
+                exact = None if wide is None else wide.routers[number][layer]
+                total += routing_differences(config, path.routers[number][layer], routing, exact)
+        return total
+
+    chosen = torch.tensor(decode.tokens, device=decode.logits.device)
+    path = _along(decode, weights, config, prompt)
+    tokens, experts = rounding.tokens(decode.logits, path.logits, chosen), routed()
+    # written so that a NaN fails
+    right = (tokens.behind == 0) | (tokens.behind < tokens.error)
+    right &= tokens.error <= rounding.LOGIT_ERROR * tokens.largest
+    wrong = (~right).nonzero()[:, 0].tolist()
+    passed, explained, judged = not wrong and not experts.unexplained, False, ""
+    if not passed and narrow(weights):
+        with rounding.full_precision():
+            wide = _along(decode, rounding.Wide(weights), config, prompt)
+        tokens = rounding.tokens(decode.logits, path.logits, chosen, wide.logits)
+        by_rounding, left = tokens.explained()[wrong], routed(wide).unexplained
+        explained = bool(by_rounding.all()) and not left
+        judged = f"; against fp32 rounding explains {int(by_rounding.sum())} of {len(wrong)} steps past the bounds"
+        if wrong:
+            judged += f", logits there are up to {float(tokens.times[wrong].max()):.3g} times as far as the reference's"
+        if experts.unexplained:
+            judged += f", and {experts.unexplained - left} of {experts.unexplained} choices of experts"
+    how = ", explained" if passed else ", explained by rounding" if explained else ", which rounding does not explain"
+    same, worst = int((tokens.behind == 0).sum()), float((tokens.error / tokens.largest.clamp_min(1e-30)).max())
     reason = (
         f"another token from {f'step {first}' if first else 'the prefill'} on, margin {expected.margins[first]:.3g}"
-    )
-    reason += ", explained" if passed else ", which rounding does not explain"
-    reason += (
-        f": along its text, with its experts, the reference chooses {same} of {count} tokens likewise, the others are "
-        f"at most {furthest:.2g} behind; logits differ by up to {worst:.2%} of the largest; {routed}"
+        f"{how}: along its text, with its experts, the reference chooses {same} of {count} tokens likewise, the others "
+        f"are at most {float(tokens.behind.max()):.2g} behind; logits differ by up to {worst:.2%} of the largest; "
+        f"{experts}"
     )
     if wrong:
-        reason += f"; wrong at {wrong[0]}" + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else "")
-    return Verdict(max(0, first - 1), count - 1, passed, reason)
+        behind, error, most = (float(each[wrong[0]]) for each in (tokens.behind, tokens.error, tokens.largest))
+        reason += (
+            f"; past the bounds at step {wrong[0]} ({behind:.3g} behind, logits differ by {error:.3g} of {most:.3g})"
+        )
+        reason += f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return Verdict(max(0, first - 1), count - 1, passed, reason + judged, explained)
+
+
+def narrow(weights: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the reference computes in less than fp32, so that there is a rounding for fp32 to judge."""
+    return weights["lm_head.weight"].dtype.itemsize < 4
 
 
 def row(system: str, config: str, length: int, steps: int, bytes_per_token: float, **given) -> dict:

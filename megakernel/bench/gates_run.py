@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megakernel.bench import layer_gates, op_gates
+from megakernel.bench import layer_gates, op_gates, rounding
 from megakernel.bench.reference_run import MODELS, release
 from megakernel.config import ModelConfig
 from megakernel.engine import SCHEDULES, DecodeEngine
@@ -280,7 +280,7 @@ def gates_table(ops, layers, routing, logits) -> Any:
         line(result, GATES[result], layers[layers["result"] == result]["status"], "passed")
     if len(routing):
         line("experts", "those of the reference", routing["status"], "equal")
-    bound = f"cosine >= {layer_gates.LOGIT_COSINE:g}, same token or margin < {layer_gates.NEAR_TIE:g}"
+    bound = f"cosine >= {layer_gates.LOGIT_COSINE:g}, same token or margin < {rounding.NEAR_TIE:g}"
     line("logits", bound, logits["status"], "passed")
     count, failed = int(ops["n"].sum()), int(ops["failed"].sum())
     bound = f"error <= {op_gates.SHARE:.0%} + {op_gates.FLOOR:g}"

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megakernel import reference
+from megakernel.bench import rounding
+from megakernel.bench.rounding import NEAR_TIE, ROUNDING, Wide
 from megakernel.config import ModelConfig
 from megakernel.memory import Memory
 
@@ -21,15 +23,8 @@ LAYER_ERROR, LAYER_COSINE = 0.05, 0.999
 """Of what leaves a layer: largest error over the largest entry, and least cosine."""
 ROW_ERROR = 0.02
 """Of the token's rows of the cache: largest error over the largest entry."""
-LOGIT_COSINE, NEAR_TIE = 0.9995, 0.1
-"""Least cosine of the logits; margin of the two largest under which another token is no surprise."""
-ROUTER_ERROR = 0.05
-"""Error of a router logit, over the largest one, that can explain a choice whatever fp32 says."""
-TIE = 1e-6
-"""Distance of two router logits that may have the same probability in fp32."""
-ROUNDING = 2.0
-"""How many times as far from fp32 as the bf16 reference a launch may be for its error to be rounding. They round apart
-from each other, so either may come off better; it is the distances of whole vectors that are compared."""
+LOGIT_COSINE = 0.9995
+"""Least cosine of the logits; another token is no surprise at a margin of the two largest under NEAR_TIE."""
 
 LAYER_COLUMNS = (
     "layer", "result", "max_error", "max_reference", "rel", "bound", "cosine", "path_rel", "path_cosine", "own_rms",
@@ -51,22 +46,17 @@ LOGIT_COLUMNS = (
     "reference_rms", "status",
 )  # fmt: skip
 """token: of the largest logit of the launch, reference_token: of the reference; margin: of the reference's two largest
-logits; own_rms, reference_rms and status as of layers. Rounding explains another token only where the margin is below
-the largest error."""
+logits; own_rms, reference_rms and status as of layers. Rounding explains another token only where along the launch's
+path the reference holds it less than NEAR_TIE behind its own, or `rounding.Tokens.explained` says so."""
 
 STATUSES = {
     "passed": "within the bound",
     "routing": "not within it, but along the launch's path, after choices of experts that are explained",
     "rounding": "not within it, but no further from fp32 than ROUNDING times what the bf16 reference is",
-    "failed": "neither",
+    "both errors": "as rounding, but of logits, with another token that only the errors of two logits together explain",
+    "failed": "none of these",
 }
-ROUTING_STATUSES = {
-    "equal": "the reference's experts",
-    "near-tie": "others, closer than the error of a router logit",
-    "downstream": "others, but those of the reference along the launch's path",
-    "both errors": "others, closer than the errors of these two router logits together",
-    "unexplained": "anything else",
-}
+ROUTING_STATUSES = rounding.STATUSES | {"downstream": "others, but those of the reference along the launch's path"}
 BAD = "failed", "unexplained"
 
 
@@ -201,12 +191,8 @@ def routing_status(
     """Whether the experts that a launch chose in a layer are the reference's, or why not.
 
     - "equal": the same experts, in any order, as of the reference by itself, and along the launch's path.
-    - "near-tie": along the launch's path the reference chooses others, but the router logits of the dropped and the
-      added expert are closer than the largest error of a router logit of this layer. A large error explains nothing:
-      it has to be at most ROUTER_ERROR of the largest logit, or rounding (no further from fp32 than ROUNDING times
-      what the bf16 reference's logits are).
-    - "both errors": as "near-tie", but only closer than the errors of these two logits together. The rule of a
-      near-tie does not pass it; two logits can be wrong by as much in opposite directions all the same.
+    - "near-tie", "both errors": along the launch's path the reference chooses others, but rounding bridges the margin,
+      see `rounding.Choices.statuses`.
     - "downstream": the reference by itself chooses others, but along the launch's path the same; all differences
       before are explained.
     - "unexplained": anything else.
@@ -220,28 +206,19 @@ def routing_status(
     Returns:
         Columns of ROUTING_COLUMNS from `dropped` on.
     """
-    mine = traces.path["router_logits"][0]
-    own = _set(reference.route(mine[None], config)[0])
-    theirs = _set(chosen)
-    error = (mine - logits).abs().max().item()
+    mine, wide = traces.path["router_logits"], traces.wide["router_logits"]
+    found = rounding.choices(config, mine, logits[None], chosen[None], wide)
     rms = _rms(logits, *(trace["router_logits"][0] for trace in traces))
-    dropped, added = sorted(own - theirs), sorted(theirs - own)
-    row = dict(dropped=_words(dropped), added=_words(added), margin=None, error=error, **rms)
-    if not dropped and theirs == _set(traces.free["expert_ids"]):
+    dropped, added = (each[0].nonzero()[:, 0].tolist() for each in (found.dropped, found.added))
+    row = dict(dropped=_words(dropped), added=_words(added), margin=None, error=found.error.item(), **rms)
+    if not dropped and _set(chosen) == _set(traces.free["expert_ids"]):
         status = "equal"
-    elif len(theirs) != len(chosen) or not before.explained:
+    elif len(dropped) != len(added) or not before.explained:  # or an expert was chosen twice
         status = "unexplained"
     elif not dropped:
         status = "downstream"
     else:
-        first, last = max(dropped, key=lambda id: mine[id]), min(added, key=lambda id: mine[id])
-        row["margin"] = margin = (mine[first] - mine[last]).item()
-        # the errors, and what follows, are written so that a NaN explains nothing
-        both = ((mine - logits)[first].abs() + (mine - logits)[last].abs()).item()
-        if not (error <= ROUTER_ERROR * mine.abs().max().item() or _is_rounding(rms)):
-            status = "unexplained"
-        else:
-            status = "near-tie" if margin < error else "both errors" if margin <= both + TIE else "unexplained"
+        (status,), row["margin"] = found.statuses(), found.margin.item()
     return row | {"status": status}
 
 
@@ -282,24 +259,24 @@ def _layer_row(
         path_rel=_over(*path[:2]),
         path_cosine=path[2],
         **rms,
-        status=_status(passes(*free), passes(*path), _is_rounding(rms), before),
+        status=_status(passes(*free), passes(*path), "rounding" if _is_rounding(rms) else "", before),
     )
 
 
 def _logit_row(found: torch.Tensor, expected: Along, before: _Path) -> dict:
     """A row of LOGIT_COLUMNS; all [V]."""
 
-    def passes(logits, cosine, near):
+    def passes(logits, cosine):
         top = logits.float().topk(2).values
-        same = found.argmax() == logits.argmax() or top[0] - top[1] < near
-        return bool(cosine >= least and same)
+        same = found.argmax() == logits.argmax() or top[0] - top[1] < NEAR_TIE
+        return bool(cosine >= LOGIT_COSINE and same)
 
     free, path, rms = _error(found, expected.free), _error(found, expected.path), _rms(found, *expected)
-    least = LOGIT_COSINE
-    verdicts = [passes(expected.free, free[2], NEAR_TIE), passes(expected.path, path[2], NEAR_TIE)]
-    # of rounding: another token only where the margin is less than the error that was measured
-    least = -1.0
-    rounding = _is_rounding(rms) and passes(expected.path, path[2], max(NEAR_TIE, path[0]))
+    verdicts = [passes(expected.free, free[2]), passes(expected.path, path[2])]
+    token = rounding.tokens(found[None], expected.path[None], found.argmax()[None], expected.wide[None])
+    by_rounding = ""
+    if _is_rounding(rms) and (token.behind.item() < NEAR_TIE or token.explained().item()):
+        by_rounding = "rounding" if token.behind.item() < max(NEAR_TIE, path[0]) else "both errors"
     top = expected.free.float().topk(2).values
     return dict(
         max_error=free[0],
@@ -310,37 +287,21 @@ def _logit_row(found: torch.Tensor, expected: Along, before: _Path) -> dict:
         reference_token=int(expected.free.argmax()),
         margin=(top[0] - top[1]).item(),
         **rms,
-        status=_status(*verdicts, rounding, before),
+        status=_status(*verdicts, by_rounding, before),
     )
 
 
-def _status(free: bool, path: bool, rounding: bool, before: _Path) -> str:
-    """One of STATUSES, from what passed."""
+def _status(free: bool, path: bool, by_rounding: str, before: _Path) -> str:
+    """One of STATUSES, from what passed; by_rounding: that of rounding, if it explains the rest, else empty."""
     if free:
         return "passed"
     if before.differs and before.explained and path:
         return "routing"
-    return "rounding" if before.explained and rounding else "failed"
+    return by_rounding if before.explained and by_rounding else "failed"
 
 
 def _is_rounding(rms: Mapping[str, float]) -> bool:
     return rms["own_rms"] <= ROUNDING * rms["reference_rms"]  # a NaN is not
-
-
-class Wide(Mapping):
-    """Weights in fp32, each converted when it is read: all of them at once would be twice as large as the model."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]):
-        self.weights = weights
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.weights[name].float()
-
-    def __iter__(self):
-        return iter(self.weights)
-
-    def __len__(self):
-        return len(self.weights)
 
 
 def _set(ids: torch.Tensor) -> set[int]:

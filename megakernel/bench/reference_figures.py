@@ -4,7 +4,7 @@ import re
 
 from fmms import plotting
 from fmms.bench import published, records
-from megakernel.bench import decoding, reference_run
+from megakernel.bench import reference_run, rounding
 
 NOTEBOOK = "20_m0_reference"
 SEED_MARKERS = "os^Dv"
@@ -21,10 +21,10 @@ def margins(steps, profile: str):
         style = {"color": plotting.PALETTE[number % 10], "marker": SEED_MARKERS[number % 5], "markersize": 3}
         ax.plot(points["step"], points["margin"], linewidth=0.6, label=f"seed {seed}", **style)
     # a tie in bf16 is exactly 0, which a logarithm has no place for
-    ax.set_yscale("symlog", linthresh=decoding.NEAR_TIE, linscale=0.5)
+    ax.set_yscale("symlog", linthresh=rounding.NEAR_TIE, linscale=0.5)
     ax.set_ylim(-0.02, tokens["margin"].max() * 1.5)
     plain_ticks(ax.yaxis, tokens["margin"].max())
-    ax.axhspan(-0.02, decoding.NEAR_TIE, color="#dddddd", zorder=0, linewidth=0, label="near-tie")
+    ax.axhspan(-0.02, rounding.NEAR_TIE, color="#dddddd", zorder=0, linewidth=0, label="near-tie")
     ax.set(xlabel="decode step (0: prefill)", ylabel="margin of the two largest logits")
     ax.set_title("tokens", fontsize=8, fontweight="normal")
 
@@ -45,7 +45,7 @@ def margins(steps, profile: str):
     caption = (
         f"Greedy decode of the reference, {about['model']} in {about['dtype']} with random weights, "
         f"{about['prompt_tokens']:,} prompt tokens. Left: n = {count} choices of each seed; shaded: below "
-        f"{decoding.NEAR_TIE:g}. Right: n = {count * tokens['seed'].nunique()} choices of each layer with experts, "
+        f"{rounding.NEAR_TIE:g}. Right: n = {count * tokens['seed'].nunique()} choices of each layer with experts, "
         f"all seeds. {_hardware(profile, '_steps')}."
     )
     return plotting.save(fig, f"{NOTEBOOK}_margins", profile, caption)

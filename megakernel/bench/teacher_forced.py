@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from megakernel import DecodeEngine, reference
-from megakernel.bench import decoding, reference_run
-from megakernel.bench.layer_gates import LOGIT_COSINE, NEAR_TIE, ROUNDING, ROUTER_ERROR, TIE, Wide
+from megakernel.bench import decoding, reference_run, rounding
+from megakernel.bench.layer_gates import LOGIT_COSINE
+from megakernel.bench.rounding import LOGIT_ERROR, NEAR_TIE, ROUNDING
 from megakernel.engine import SCHEDULES
 from megakernel.knobs import PRESETS
 from megakernel.memory import Routing
@@ -25,13 +27,16 @@ from megakernel.table import pack
 
 STEP_COLUMNS = (
     "seed", "schedule", "step", "position", "token", "found", "margin", "cosine", "max_abs_diff", "max_abs_ref",
-    "swaps", "path_cosine", "path_max_abs_diff", "path_behind", "own_cosine", "reference_cosine", "missed", "explained",
+    "swaps", "path_cosine", "path_max_abs_diff", "path_behind", "path_both", "own_cosine", "reference_cosine",
+    "own_error", "reference_error", "missed", "explained",
 )  # fmt: skip
 """token: of the reference's largest logit, margin: of its two largest; found: of the megakernel's largest. cosine,
 max_abs_*: of the logits. swaps: layers of the step with other experts than the reference's. path_*: against the
-reference along the megakernel's path; path_behind: how far it holds `found` behind its own token. own_cosine,
-reference_cosine: of the megakernel and of the reference with the reference in fp32, all along that path; empty where it
-was not needed. missed: "cosine", "argmax", both or neither; explained: by what, see `explain`."""
+reference along the megakernel's path; path_behind: how far it holds `found` behind its own token, path_both: the errors
+of the logits of these two together. own_cosine, reference_cosine: of the megakernel and of the reference with the
+reference in fp32, all along that path; own_error: the larger error of these two logits of the megakernel against it,
+reference_error: the largest of any logit of the reference; empty where fp32 was not needed. missed: "cosine", "argmax",
+both or neither; explained: by what, see `explain`."""
 ROUTING_COLUMNS = (
     "seed", "schedule", "step", "layer", "swapped", "margin", "error", "path_swapped", "path_margin", "path_error",
     "status",
@@ -199,7 +204,7 @@ def reference_steps(
     """
     weights, cache = case.engine.weights, case.cache
     if wide:
-        weights = Wide(weights)
+        weights = rounding.Wide(weights)
         cache = tuple(reference.LayerCache(*(part.float() for part in layer)) for layer in cache)
     layers = list(case.expected.router_logits)
     kept, routed = [], {layer: [] for layer in layers}
@@ -235,50 +240,6 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> dict[str, list[fl
 # ------------------------------------------------------------------------------------------------------------- routing
 
 
-@dataclass(frozen=True)
-class _Swaps:
-    """Where a layer's experts of n steps are not those of the reference's router logits."""
-
-    count: list[int]
-    """Experts that differ."""
-    margin: list[float]
-    """Distance of router logits between the likeliest dropped and the least likely added expert; -inf without any."""
-    error: list[float]
-    """Largest error of a router logit."""
-    bridged: list[float]
-    """What the errors of these two experts' logits can bridge."""
-    rounding: list[bool]
-    """Whether the error is small enough to be rounding."""
-
-
-def _swaps(config, mine: torch.Tensor, theirs: Routing, wide: torch.Tensor | None = None) -> _Swaps:
-    """
-    Args:
-        mine: router logits of the reference, fp32 [n, n_routed_experts].
-        theirs: of the megakernel, at the same steps.
-        wide: as `mine`, of the reference in fp32.
-    """
-    own = torch.zeros_like(mine, dtype=torch.bool).scatter_(1, reference.route(mine, config)[0], True)
-    other = torch.zeros_like(own).scatter_(1, theirs.ids, True)
-    dropped, at = mine.masked_fill(~(own & ~other), -torch.inf).max(-1)
-    added, to = mine.masked_fill(~(other & ~own), torch.inf).min(-1)
-    wrong = (mine - theirs.logits).abs()
-    error, most = wrong.amax(-1), mine.abs().amax(-1)
-    # written so that a NaN is no rounding
-    rounding = error <= ROUTER_ERROR * most
-    if wide is not None:
-        rounding |= (theirs.logits - wide).norm(dim=-1) <= ROUNDING * (mine - wide).norm(dim=-1)
-    # an expert that was chosen twice leaves fewer of the others than were dropped
-    counts = (own & ~other).sum(-1), (other & ~own).sum(-1)
-    return _Swaps(
-        torch.maximum(*counts).tolist(),
-        (dropped - added).tolist(),
-        error.tolist(),
-        (wrong.gather(1, at[:, None]) + wrong.gather(1, to[:, None]))[:, 0].tolist(),
-        (rounding & (counts[0] == counts[1])).tolist(),
-    )
-
-
 def routing_rows(
     case: Case, schedule: str, mine: Steps, free: Steps, path: Steps, wide: Steps | None = None
 ) -> list[dict]:
@@ -299,41 +260,44 @@ def routing_rows(
     """
     count = len(mine.logits)
     exact = {} if wide is None else {layer: one.logits for layer, one in wide.routing.items()}
-    pairs = {
-        layer: (
-            _swaps(case.config, free.routing[layer].logits, theirs),
-            _swaps(case.config, path.routing[layer].logits, theirs, exact.get(layer)),
-        )
-        for layer, theirs in mine.routing.items()
-    }
+    pairs = {}
+    for layer, theirs in mine.routing.items():
+        given = theirs.logits, theirs.ids
+        alone = rounding.choices(case.config, free.routing[layer].logits, *given)
+        along = rounding.choices(case.config, path.routing[layer].logits, *given, exact.get(layer))
+        pairs[layer] = _Shown.of(alone), _Shown.of(along), along.statuses()
     rows, moved = [], False
     for step in range(count):
-        for layer, (alone, along) in pairs.items():
+        for layer, (alone, along, statuses) in pairs.items():
             if not alone.count[step] and not along.count[step]:
                 continue
-            margin = along.margin[step]
+            status = statuses[step]
             if not along.count[step]:
                 status = "downstream" if moved else "unexplained"
-            elif along.rounding[step] and margin < along.error[step]:
-                status = "near-tie"
-            elif along.rounding[step] and margin <= along.bridged[step] + TIE:
-                status = "both errors"
-            else:
-                status = "unexplained"
             moved |= along.count[step] > 0
             rows.append(
                 {
                     "seed": case.seed, "schedule": schedule, "step": step, "layer": layer,
-                    "swapped": alone.count[step], "margin": _shown(alone, step), "error": _short(alone.error[step]),
-                    "path_swapped": along.count[step], "path_margin": _shown(along, step),
-                    "path_error": _short(along.error[step]), "status": status,
+                    "swapped": alone.count[step], "margin": alone.margin[step], "error": alone.error[step],
+                    "path_swapped": along.count[step], "path_margin": along.margin[step],
+                    "path_error": along.error[step], "status": status,
                 }
             )  # fmt: skip
     return rows
 
 
-def _shown(swaps: _Swaps, step: int) -> float | None:
-    return _short(swaps.margin[step]) if swaps.count[step] else None
+class _Shown(NamedTuple):
+    """Of `rounding.Choices` what rows hold, as lists."""
+
+    count: list[int]
+    margin: list[float | None]
+    error: list[float]
+
+    @classmethod
+    def of(cls, choices: rounding.Choices) -> _Shown:
+        counts, margins, errors = (each.tolist() for each in (choices.count, choices.margin, choices.error))
+        shown = [_short(margin) if count else None for count, margin in zip(counts, margins, strict=True)]
+        return cls(counts, shown, [_short(error) for error in errors])
 
 
 def _short(value: float) -> float:
@@ -386,7 +350,8 @@ def compare(case: Case, mine: Steps, schedule: str = "static", *, always_wide: b
 def _step_rows(case, schedule, mine: Steps, free: Steps, path: Steps, routing: list[dict]) -> list[dict]:
     plain, along = difference(mine.logits, free.logits), difference(mine.logits, path.logits)
     found = mine.logits.argmax(-1)
-    behind = (path.logits.amax(-1) - path.logits.gather(1, found[:, None])[:, 0]).tolist()
+    tokens = rounding.tokens(mine.logits, path.logits, found)
+    behind, both = tokens.behind.tolist(), tokens.both.tolist()
     rows = []
     for step, token in enumerate(case.expected.tokens):
         row = dict.fromkeys(STEP_COLUMNS) | {
@@ -396,6 +361,7 @@ def _step_rows(case, schedule, mine: Steps, free: Steps, path: Steps, routing: l
             "swaps": sum(each["step"] == step and each["swapped"] > 0 for each in routing),
             "path_cosine": digits("cosine", along["cosine"][step]),
             "path_max_abs_diff": _short(along["max_abs_diff"][step]), "path_behind": _short(behind[step]),
+            "path_both": _short(both[step]),
         }  # fmt: skip
         # written so that a NaN misses
         misses = {"cosine": not row["cosine"] >= LOGIT_COSINE}
@@ -413,10 +379,12 @@ def digits(name: str, value: float) -> float:
 
 def _add_wide(rows: list[dict], mine: Steps, path: Steps, wide: Steps, routing: list[dict]) -> None:
     own, reference_own = (difference(steps.logits, wide.logits)["cosine"] for steps in (mine, path))
-    tokens = wide.logits.argmax(-1).tolist()
+    judged = rounding.tokens(mine.logits, path.logits, mine.logits.argmax(-1), wide.logits)
+    errors, usual, tokens = (each.tolist() for each in (judged.own, judged.usual, wide.logits.argmax(-1)))
     for step, row in enumerate(rows):
         row["own_cosine"] = digits("cosine", own[step])
         row["reference_cosine"] = digits("cosine", reference_own[step])
+        row["own_error"], row["reference_error"] = _short(errors[step]), _short(usual[step])
         row["explained"] = explain(row, routing, tokens[step])
 
 
@@ -427,7 +395,11 @@ def explain(row: Mapping, routing: Sequence[Mapping], wide_token: int | None = N
     megakernel's logits pass against the reference in fp32, or are no further from it than ROUNDING times what those of
     the reference in bf16 are.
     Another token is explained by "routing" if along that path the reference chooses it too, by "near-tie" if it holds
-    it closer to its own than the largest difference of the logits there, and by "rounding" if in fp32 it chooses it.
+    it closer to its own than the largest difference of the logits there, by "rounding" if in fp32 it chooses it, and by
+    "both errors" if it holds it behind by no more than the errors of these two logits together, and all logits are no
+    further from fp32 than ROUNDING times what those of the reference are. A near-tie needs a largest difference of at
+    most LOGIT_ERROR of the largest logit, or as both errors do that these two logits are no further from fp32 than
+    ROUNDING times the furthest of the reference: of a single wrong logit the distance of all says nothing.
     Nothing is explained after a choice of experts that is not.
 
     Args:
@@ -440,22 +412,28 @@ def explain(row: Mapping, routing: Sequence[Mapping], wide_token: int | None = N
     before = [each for each in routing if each["step"] <= row["step"]]
     if any(each["status"] == "unexplained" for each in before):
         return "unexplained"
+    own, theirs = row["own_cosine"], row["reference_cosine"]
+    # the distance grows with the square root of 1 - cosine
+    near = own is not None and 1 - own <= ROUNDING**2 * (1 - theirs)
+    two = own is not None and row["own_error"] <= ROUNDING * row["reference_error"]
     reasons = []
     for what in row["missed"].split(", "):
         reason = "unexplained"
         if what == "cosine":
-            own, theirs = row["own_cosine"], row["reference_cosine"]
             if before and row["path_cosine"] >= LOGIT_COSINE:
                 reason = "routing"
-            # the distance grows with the square root of 1 - cosine
-            elif own is not None and (own >= LOGIT_COSINE or 1 - own <= ROUNDING**2 * (1 - theirs)):
+            elif own is not None and (own >= LOGIT_COSINE or near):
                 reason = "rounding"
         elif before and row["path_behind"] == 0:
             reason = "routing"
-        elif row["path_behind"] < row["path_max_abs_diff"]:
+        elif row["path_behind"] < row["path_max_abs_diff"] and (
+            two or row["path_max_abs_diff"] <= LOGIT_ERROR * row["max_abs_ref"]
+        ):
             reason = "near-tie"
         elif wide_token == row["found"]:
             reason = "rounding"
+        elif near and two and row["path_behind"] <= row["path_both"]:
+            reason = "both errors"
         if reason == "unexplained":
             return reason
         reasons.append(reason)

@@ -208,6 +208,33 @@ def test_logits_that_are_wrong(weights):
     assert layer_gates.compare(memory, PROMPT[2], 2).logits["status"] == "failed"
 
 
+def constructed(largest, other, seed):
+    """Two large logits, and noise that differs by the seed."""
+    noise = torch.randn(500, generator=torch.Generator().manual_seed(seed))
+    logits = 10 * torch.randn(500, generator=torch.Generator().manual_seed(0)).clamp(-3, 3) + noise
+    logits[:2] = torch.tensor([largest, other])
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("largest", "other", "before", "expected"),
+    [
+        (52.0, 45.0, "equal", "rounding"),
+        (47.5, 48.5, "equal", "both errors"),  # 7 behind, no logit differs by as much
+        (47.5, 48.5, "unexplained", "failed"),
+        (38.0, 48.5, "equal", "failed"),  # one of the two is more than twice as far from fp32 as any of the reference
+        (47.5, 150.0, "equal", "failed"),
+    ],
+)
+def test_another_token_of_logits_that_err_in_opposite_directions(largest, other, before, expected):
+    path, wide = constructed(52.0, 45.0, 2), constructed(50.0, 47.0, 1)
+    so_far = layer_gates._Path()
+    so_far.add(before)
+    row = layer_gates._logit_row(constructed(largest, other, 3), Along(path, path, wide), so_far)
+    assert row["cosine"] < layer_gates.LOGIT_COSINE
+    assert row["status"] == expected and expected in layer_gates.STATUSES
+
+
 def test_memory_without_a_token(weights):
     _, memory = machine_parts(weights)
     with pytest.raises(ValueError, match="memory: expected one into which a launch has decoded a token"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,9 +239,11 @@ def test_wrong_experts_explain_nothing(case, mine):
 
 
 ROW = dict(
-    step=3, missed="cosine", found=7, path_cosine=0.9, path_max_abs_diff=0.5, path_behind=0.0, own_cosine=None,
-    reference_cosine=None,
+    step=3, missed="cosine", found=7, max_abs_ref=20.0, path_cosine=0.9, path_max_abs_diff=0.5, path_behind=0.0,
+    path_both=0.8, own_cosine=None, reference_cosine=None, own_error=None, reference_error=None,
 )  # fmt: skip
+FP32 = dict(own_cosine=0.98, reference_cosine=0.994, own_error=0.4, reference_error=0.3)
+"""The megakernel is 1.8 times as far from fp32 as the reference, its two logits at most 1.3 times."""
 NEAR, LATE = dict(step=2, status="near-tie"), dict(step=4, status="unexplained")
 
 
@@ -253,16 +256,28 @@ NEAR, LATE = dict(step=2, status="near-tie"), dict(step=4, status="unexplained")
         (dict(path_cosine=0.9996), [], None, "unexplained"),  # without a swap there is no other path
         (dict(path_cosine=0.9996), [NEAR, LATE], None, "routing"),
         (dict(path_cosine=0.9996), [NEAR, dict(step=3, status="unexplained")], None, "unexplained"),
-        (dict(own_cosine=0.9996, reference_cosine=0.9999), [], None, "rounding"),
-        (dict(own_cosine=0.98, reference_cosine=0.994), [], None, "rounding"),  # 1.8 times as far
-        (dict(own_cosine=0.98, reference_cosine=0.996), [], None, "unexplained"),
-        (dict(own_cosine=math.nan, reference_cosine=0.99), [], None, "unexplained"),
+        (FP32 | dict(own_cosine=0.9996, reference_cosine=0.9999), [], None, "rounding"),
+        (FP32, [], None, "rounding"),
+        (FP32 | dict(reference_cosine=0.996), [], None, "unexplained"),
+        (FP32 | dict(own_cosine=math.nan), [], None, "unexplained"),
         (dict(missed="argmax"), [NEAR], None, "routing"),
         (dict(missed="argmax", path_behind=0.4), [], None, "near-tie"),
         (dict(missed="argmax", path_behind=0.6), [], None, "unexplained"),
         (dict(missed="argmax", path_behind=0.6), [], 8, "unexplained"),
         (dict(missed="argmax", path_behind=0.6), [], 7, "rounding"),
         (dict(missed="argmax", path_behind=math.nan), [NEAR], None, "unexplained"),
+        # a difference above 5 % of the largest logit makes no near-tie, unless fp32 says that it is rounding
+        (dict(missed="argmax", path_behind=0.4, max_abs_ref=9.0), [], None, "unexplained"),
+        (FP32 | dict(missed="argmax", path_behind=0.4, max_abs_ref=9.0), [], None, "near-tie"),
+        (FP32 | dict(missed="argmax", path_behind=0.4, max_abs_ref=9.0, own_error=0.7), [], None, "unexplained"),
+        # wider than the largest difference, but not than those of the two logits
+        (FP32 | dict(missed="argmax", path_behind=0.6), [], None, "both errors"),
+        (FP32 | dict(missed="cosine, argmax", path_behind=0.6), [], None, "rounding, both errors"),
+        (FP32 | dict(missed="argmax", path_behind=0.9), [], None, "unexplained"),
+        (FP32 | dict(missed="argmax", path_behind=0.6, own_error=0.7), [], None, "unexplained"),
+        (FP32 | dict(missed="argmax", path_behind=0.6, own_error=math.nan), [], None, "unexplained"),
+        (FP32 | dict(missed="argmax", path_behind=0.6, reference_cosine=0.996), [], None, "unexplained"),
+        (FP32 | dict(missed="argmax", path_behind=0.6), [dict(step=3, status="unexplained")], None, "unexplained"),
         (dict(missed="cosine, argmax", path_cosine=0.9996), [NEAR], None, "routing"),
         (dict(missed="cosine, argmax", path_cosine=0.9996, path_behind=0.4), [NEAR], None, "routing, near-tie"),
         (dict(missed="cosine, argmax", path_cosine=0.9996, path_behind=0.6), [NEAR], None, "unexplained"),
@@ -270,6 +285,35 @@ NEAR, LATE = dict(step=2, status="near-tie"), dict(step=4, status="unexplained")
 )
 def test_explanations_by_hand(changes, routing, token, expected):
     assert forced.explain(ROW | changes, routing, token) == expected
+
+
+def constructed(largest, other, seed):
+    """Logits of one step: two large ones, and noise that differs by the seed."""
+    noise = torch.randn(500, generator=torch.Generator().manual_seed(seed))
+    base = 10 * torch.randn(500, generator=torch.Generator().manual_seed(0)).clamp(-3, 3) + noise
+    base[:2] = torch.tensor([largest, other])
+    return forced.Steps(base[None], {})
+
+
+@pytest.mark.parametrize(
+    ("largest", "other", "expected"),
+    [
+        (47.5, 48.5, "rounding, both errors"),  # 7 behind, no logit differs by as much
+        (38.0, 48.5, "unexplained"),  # one of the two is more than twice as far from fp32 as any of the reference
+        (47.5, 300.0, "unexplained"),  # a wrong logit hardly moves the cosine of all
+    ],
+)
+def test_two_logits_that_err_in_opposite_directions(largest, other, expected):
+    path, wide, mine = constructed(52.0, 45.0, 2), constructed(50.0, 47.0, 1), constructed(largest, other, 3)
+    case = SimpleNamespace(
+        seed=0, prompt=[0, 1], expected=SimpleNamespace(tokens=[0], margins=forced.decoding.top_margins(path.logits))
+    )
+    (row,) = rows = forced._step_rows(case, "static", mine, path, path, [])
+    assert row["missed"] == "cosine, argmax" and row["explained"] == "unexplained"
+    assert row["path_behind"] == 7 and row["path_both"] >= 7
+    forced._add_wide(rows, mine, path, wide, [])
+    assert row["explained"] == expected
+    assert set(row) == set(forced.STEP_COLUMNS)
 
 
 def test_prompts_are_those_of_the_reference_notebook(case):
