@@ -83,7 +83,7 @@ SHAPES = {
     # small stages, so that the tiny model has rows of several pieces and pieces of several rows
     "host": dict(consumer_waves=2, teams=2, stages=4, stage_bytes=1024),
     # 192 KB of ring, which ran ahead furthest in measurements of streaming
-    "sm_90a": dict(consumer_waves=8, teams=4, stages=16, stage_bytes=12 * 1024),
+    "sm_90a": dict(consumer_waves=8, teams=4, stages=12, stage_bytes=16 * 1024),
     "gfx942": dict(consumer_waves=4, teams=2, stages=4, stage_bytes=8 * 1024, wave=64),
 }
 """What blocks look like on each target, unless a caller says otherwise."""
@@ -130,9 +130,10 @@ def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
     """The least x_items, slots and scratch with which a table can run.
 
     Args:
-        shape: consumer_waves, teams and stage_bytes of the build.
+        shape: consumer_waves, teams, stage_bytes and wave of the build.
     """
     config = table.graph.config
+    sums = 8 * shape["consumer_waves"] * shape.get("wave", 32)  # room for four in fp32 of each thread that computes
     x_items = config.kv_lora_rank + config.qk_rope_head_dim
     slots, scratch = max(64, 2 * config.num_experts_per_tok), config.n_routed_experts
     products = [abi.code(name) for name in ("gemv", "gemv_res", "gemv_silu", "gemv_splitk", "moe_gate_topk")]
@@ -153,14 +154,17 @@ def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
             if args["input_kind"] == abi.value("Input", "merge"):
                 heads = heads if args["head_rows"] else cols // int(args["head_stride"])
                 scratch = max(scratch, heads * int(args["chunks"]))
+                x_items = max(x_items, heads * int(args["head_stride"]) + sums)
         elif code == abi.code("attn_chunk"):
             heads = (end - first) // int(args["head_stride"])
             main = config.qk_nope_head_dim if args["absorbed"] < 0 else config.kv_lora_rank
-            x_items = max(x_items, (heads + 1) * (main + config.qk_rope_head_dim))
+            # queries, and the row of this position
+            x_items = max(x_items, (heads + 1) * (main + config.qk_rope_head_dim) + sums)
             # scores, and two pointers for each position
             scratch = max(scratch, (heads + 4) * (right - left))
         elif code == abi.code("attn_merge"):
             scratch = max(scratch, (end - first) // int(args["head_stride"]) * int(args["chunks"]))
+            x_items = max(x_items, sums)
     # whole vectors of 16 bytes
     return {name: -(-need // 8) * 8 for name, need in zip(ROOM, (x_items, slots, scratch), strict=True)}
 

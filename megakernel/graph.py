@@ -198,9 +198,9 @@ class _Builder:
         ]
         if k.split_qkv:
             for name, weight, out in zip(("Q_PROJ", "KVA_PROJ"), weights, outs, strict=True):
-                self.gemv(name, "gemv_bf16", [weight], [out], inputs, k.gemv_rows, "gemv_rows")
+                self.gemv(name, "gemv_bf16", [weight], [out], inputs, k.qkv_rows, "qkv_rows")
         else:
-            self.gemv("QKV_PROJ", "gemv_bf16", weights, outs, inputs, k.gemv_rows, "gemv_rows")
+            self.gemv("QKV_PROJ", "gemv_bf16", weights, outs, inputs, k.qkv_rows, "qkv_rows")
 
         norm = self.tensor("self_attn.kv_a_layernorm.weight", "vector", lora)
         latent_reads = [self.part(kva), self.part(norm)]

@@ -38,8 +38,10 @@ class Knobs:
     """"decompressed": kv_b_proj makes keys and values, which are cached; "absorbed": queries and outputs go through the
     halves of kv_b_proj instead, and the latents are cached."""
 
+    qkv_rows: int = 64
+    """Rows per task of q_proj and kv_a_proj_with_mqa."""
     gemv_rows: int = 64
-    """Rows per task of the attention's projections and of the down_proj of dense layers and shared experts."""
+    """Rows per task of the attention's other projections and of the down_proj of dense layers and shared experts."""
     lm_head_rows: int = 512
     dense_rows: int = 32
     """Rows of gate_proj and as many of up_proj per task, in the dense layers."""
@@ -103,14 +105,16 @@ PRESETS = {
         workers=132,
         experts="slots",
         mla="absorbed",
+        qkv_rows=28,
         gemv_rows=16,
+        lm_head_rows=776,
         dense_rows=83,
         shared_rows=22,
         expert_w13_tiles=22,
         expert_w2_tiles=22,
         combine_rows=128,
-        attn_rows=32,
-        attn_heads=4,
+        attn_rows=66,
+        attn_heads=2,
         absorb_rows=64,
         splits=1,
     ),

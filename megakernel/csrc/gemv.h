@@ -36,7 +36,8 @@ MK_DEVICE void stage_input(Consumer& c, const Task& task, const Args& args) {
       int first, end;
       heads_of(task, args, &first, &end);
       if (!args.head_rows) end = args.cols / args.head_stride;
-      merge(c.sh, (const float*)from, args.chunks, c.p.heads, first, end, args.head_stride, x);
+      float* sums = (float*)(x + (end - first) * args.head_stride);
+      merge(c.sh, (const float*)from, args.chunks, c.p.heads, first, end, args.head_stride, x, sums);
       break;
     }
     case Input::plain: {
@@ -54,32 +55,79 @@ MK_DEVICE void stage_input(Consumer& c, const Task& task, const Args& args) {
   }
 }
 
-MK_DEVICE float dot(const bf16* weights, const bf16* x, int begin, int end, int step) {
-  float sum = 0;
-  for (int i = begin; i < end; i += step) {
-    Vec16 w = *(const Vec16*)(weights + i), v = *(const Vec16*)(x + i);
+// A sum over every `step`-th vector of a row. Two sums, so that fewer products wait for one another.
+struct Dot {
+  float low, high;
+
+  MK_DEVICE Dot() : low(0), high(0) {}
+  MK_DEVICE void add(const Vec16& weights, const Vec16& x) {
     for (int j = 0; j < 4; ++j) {
-      sum = fmaf(low_half(w.word[j]), low_half(v.word[j]), sum);
-      sum = fmaf(high_half(w.word[j]), high_half(v.word[j]), sum);
+      low = fmaf(low_half(weights.word[j]), low_half(x.word[j]), low);
+      high = fmaf(high_half(weights.word[j]), high_half(x.word[j]), high);
     }
   }
-  return sum;
+  MK_DEVICE float sum() const { return low + high; }
+};
+
+MK_DEVICE float dot(const bf16* weights, const bf16* x, int begin, int end, int step) {
+  Dot dot;
+  MK_UNROLL(4)
+  for (int i = begin; i < end; i += step) dot.add(*(const Vec16*)(weights + i), *(const Vec16*)(x + i));
+  return dot.sum();
 }
 
-// One wave's share of a piece: whole rows of it, or every TEAM_WAVES-th part of its rows if these are fewer.
+// Two rows at a time, the same sums as of each by itself.
+MK_DEVICE void dot(const bf16* const weights[2], const bf16* const x[2], int begin, int end, int step, float sums[2]) {
+  Dot first, second;
+  if (x[0] == x[1]) {
+    MK_UNROLL(4)
+    for (int i = begin; i < end; i += step) {
+      Vec16 both = *(const Vec16*)(x[0] + i);
+      first.add(*(const Vec16*)(weights[0] + i), both);
+      second.add(*(const Vec16*)(weights[1] + i), both);
+    }
+  } else {
+    for (int i = begin; i < end; i += step) {
+      first.add(*(const Vec16*)(weights[0] + i), *(const Vec16*)(x[0] + i));
+      second.add(*(const Vec16*)(weights[1] + i), *(const Vec16*)(x[1] + i));
+    }
+  }
+  sums[0] = first.sum();
+  sums[1] = second.sum();
+}
+
+// One wave's share of a piece: whole rows of it, or every TEAM_WAVES-th part of its rows if these are fewer. Rows that
+// are too short for a wave are shared by a part of it, so that several are on their way at once.
 MK_DEVICE void multiply(Shared& sh, const Task& task, const Args& args, const Stream& s, const Piece& piece, const bf16* stage) {
-  bool together = s.at_once < TEAM_WAVES;
-  int mine = wave() % TEAM_WAVES;
+  const bool together = s.at_once < TEAM_WAVES;
+  int lanes = WAVE;  // of a row
+  while (!together && (lanes / 2) * 8 >= s.cols) lanes /= 2;
+  const int mine = wave() % TEAM_WAVES, group = lane() / lanes, groups = WAVE / lanes;
+  const int part = piece.col / s.piece * (together ? TEAM_WAVES : 1) + (together ? mine : 0);
+  const int begin = ((together ? mine * WAVE : 0) + lane() % lanes) * 8, step = (together ? TEAM_WAVES : 1) * lanes * 8;
+  const int next = together ? 1 : TEAM_WAVES * groups;
   int first_head, end_head;
   heads_of(task, args, &first_head, &end_head);
-  for (int row = together ? 0 : mine; row < piece.rows; row += together ? 1 : TEAM_WAVES) {
-    int at = piece.row + row;
-    int head = args.head_rows ? (task.rows[0] + at) / args.head_rows - first_head : 0;
-    const bf16* x = sh.x + head * s.cols + piece.col;
-    int begin = (together ? mine * WAVE : 0) + lane();
-    float sum = wave_sum(dot(stage + row * piece.cols, x, begin * 8, piece.cols, (together ? TEAM_WAVES : 1) * WAVE * 8));
-    int part = piece.col / s.piece * (together ? TEAM_WAVES : 1) + (together ? mine : 0);
-    if (lane() == 0) sh.slots[at * s.parts + part] = sum;
+  for (int base = together ? 0 : mine * groups; base < piece.rows; base += 2 * next) {
+    const bool second = base + next < piece.rows;  // for some lanes at least; the others do their row again
+    const bf16 *weights[2], *x[2];
+    int row[2];
+    float sums[2];
+    for (int i = 0; i < 2; ++i) {
+      row[i] = base + group + (second ? i * next : 0);
+      int at = row[i] < piece.rows ? row[i] : piece.rows - 1;
+      int head = args.head_rows ? (task.rows[0] + piece.row + at) / args.head_rows - first_head : 0;
+      weights[i] = stage + at * piece.cols;
+      x[i] = sh.x + head * s.cols + piece.col;
+    }
+    if (second)
+      dot(weights, x, begin, piece.cols, step, sums);
+    else
+      sums[0] = dot(weights[0], x[0], begin, piece.cols, step), sums[1] = 0;
+    for (int mask = lanes / 2; mask; mask /= 2)
+      for (int i = 0; i < 2; ++i) sums[i] += shuffle_xor(sums[i], mask);
+    for (int i = 0; i <= (int)second; ++i)
+      if (lane() % lanes == 0 && row[i] < piece.rows) sh.slots[(piece.row + row[i]) * s.parts + part] = sums[i];
   }
 }
 

@@ -159,7 +159,7 @@ void run_fibre() {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(nullptr, &machine->stack_bottom, &machine->stack_size);
 #endif
-  mk::work(*machine->params, *machine->current->block->shared);
+  mk::work(*machine->params);
   to_scheduler(true);
   abort();  // nobody goes on with it
 }
@@ -298,6 +298,8 @@ uint64_t exchange(uint64_t word, int lane) {
 }
 
 void yield() { to_scheduler(false); }
+
+void* shared_bytes() { return machine->current->block->shared.get(); }
 
 int64_t nanoseconds() {
   auto now = std::chrono::steady_clock::now().time_since_epoch();

@@ -7,10 +7,7 @@
 #define MK_API(name) cuda##name
 #endif
 
-MK_KERNEL megakernel(MK_PARAMS params) {
-  MK_SHARED(shared);
-  mk::work(params, shared);
-}
+MK_KERNEL megakernel(MK_PARAMS params) { mk::work(params); }
 
 namespace {
 

@@ -9,6 +9,8 @@ namespace mk {
 // x is read once: where it comes from is far away.
 MK_DEVICE void norm(Shared& sh, const bf16* x, const bf16* weight, int width, float eps, bf16* out) {
   float squares = 0;
+  Vec16 first = {};  // of the weights, which come from as far as x
+  if (thread() < width / 8) first = ((const Vec16*)weight)[thread()];
   for (int i = thread(); i < width / 8; i += CONSUMERS) {
     Vec16 values = fresh((const Vec16*)x + i);
     ((Vec16*)out)[i] = values;
@@ -19,7 +21,7 @@ MK_DEVICE void norm(Shared& sh, const bf16* x, const bf16* weight, int width, fl
   }
   float scale = 1.0f / sqrtf(consumer_sum(sh, squares) / width + eps);
   for (int i = thread(); i < width / 8; i += CONSUMERS) {
-    Vec16 values = ((const Vec16*)out)[i], weights = ((const Vec16*)weight)[i];
+    Vec16 values = ((const Vec16*)out)[i], weights = i == thread() ? first : ((const Vec16*)weight)[i];
     for (int j = 0; j < 4; ++j) {
       float low = low_half(weights.word[j]) * rounded(low_half(values.word[j]) * scale);
       float high = high_half(weights.word[j]) * rounded(high_half(values.word[j]) * scale);
@@ -29,11 +31,28 @@ MK_DEVICE void norm(Shared& sh, const bf16* x, const bf16* weight, int width, fl
   }
 }
 
-// Of a pair (x[2i], x[2i + 1]) the one at `index`, rotated by the angle of this position (RoFormer, 2021, eq. 34).
+// A pair (x[2i], x[2i + 1]) rotated by an angle of which the cosine and the sine are given (RoFormer, 2021, eq. 34).
+MK_DEVICE uint32_t rotated_pair(uint32_t pair, float cosine, float sine) {
+  float even = low_half(pair), odd = high_half(pair);
+  return (uint32_t)to_bf16(even * cosine - odd * sine) | (uint32_t)to_bf16(even * sine + odd * cosine) << 16;
+}
+
+// The element at `index` of x, rotated by the angle of this position.
 MK_DEVICE bf16 rotated(const Params& p, const bf16* x, int index, int position) {
   const float* angle = (const float*)p.rotary + (int64_t)position * p.rope + (index & ~1);
-  float even = to_float(fresh(&x[index & ~1])), odd = to_float(fresh(&x[index | 1]));
-  return to_bf16(index & 1 ? even * angle[1] + odd * angle[0] : even * angle[0] - odd * angle[1]);
+  uint32_t pair = rotated_pair(fresh((const uint32_t*)(x + (index & ~1))), angle[0], angle[1]);
+  return (bf16)(index & 1 ? pair >> 16 : pair & 0xffffu);
+}
+
+// The eight elements from `index` on, likewise.
+MK_DEVICE Vec16 rotated_vector(const Params& p, const bf16* x, int index, int position) {
+  const Vec16* angles = (const Vec16*)((const float*)p.rotary + (int64_t)position * p.rope + index);
+  Vec16 values = fresh((const Vec16*)(x + index)), first = angles[0], second = angles[1];
+  for (int j = 0; j < 4; ++j) {
+    const Vec16& own = j < 2 ? first : second;
+    values.word[j] = rotated_pair(values.word[j], bits_to_float(own.word[j % 2 * 2]), bits_to_float(own.word[j % 2 * 2 + 1]));
+  }
+  return values;
 }
 
 }  // namespace mk

@@ -19,6 +19,7 @@
 //     gate_try_wait(g, odd)   whether the phase of this parity is complete; may wait a little, may fail spuriously
 //   copy_async(...)           global to shared memory, in multiples of 16 bytes; counts the bytes at a gate. Called by
 //                             all threads of the producer wave with the same arguments.
+//   copies_after_stores()     copies that this wave starts from here on see what an acquire has made visible to it
 //   pause()                   in loops that poll
 //   nanoseconds()             of a clock that all blocks share
 #pragma once
@@ -61,13 +62,6 @@ MK_DEVICE uint32_t float_to_bits(float value) {
 MK_DEVICE float to_float(bf16 value) { return bits_to_float((uint32_t)value << 16); }
 MK_DEVICE float low_half(uint32_t pair) { return bits_to_float(pair << 16); }
 MK_DEVICE float high_half(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
-
-// To nearest, ties to even; NaN stays NaN.
-MK_DEVICE bf16 to_bf16(float value) {
-  uint32_t bits = float_to_bits(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return (bf16)((bits >> 16) | 0x40u);
-  return (bf16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 
 MK_DEVICE float rounded(float value) { return to_float(to_bf16(value)); }
 

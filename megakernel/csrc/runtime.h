@@ -119,8 +119,19 @@ MK_DEVICE void produce(const Params& p, Shared& sh) {
     const Args& args = sh.args[slot];
     state = State::streaming;
     if ((Code)task.code == Code::attn_chunk) {
-      CacheStreams cache = cache_streams(p, task, args);
-      if (cache.fit() && !(feed(p, sh, cache.rows, &pieces) && feed(p, sh, cache.turned, &pieces))) break;
+      CacheStreams cache = cache_streams(p, task, args, next.iteration);
+      if (!cache.fit()) continue;
+      // rows that this launch has written are complete when the iteration before this one has ended
+      int ended = 1;
+      if (next.iteration > 0) {
+        state = State::waiting;
+        if (lane() == 0) ended = event_wait(p, sh, p.launch_event, next.iteration, nullptr);
+        ended = shuffle_first(ended);
+        wave_sync();
+        copies_after_stores();
+        state = State::streaming;
+      }
+      if (!ended || !feed(p, sh, cache.rows, &pieces) || !feed(p, sh, cache.turned, &pieces)) break;
       continue;
     }
     if (!streams(task)) continue;
@@ -241,9 +252,8 @@ MK_DEVICE void consume(const Params& p, Shared& sh) {
     if (line) line[2] = nanoseconds();
     state = State::streaming;
     execute(c, task, sh.args[slot]);
-    consumer_sync();
-    if (line) line[3] = nanoseconds();
     if (given_up(sh, 2)) break;
+    if (line) line[3] = nanoseconds();
     if (thread() == 0) {
       sh.fired_count = 0;
       const int32_t* triggers = (const int32_t*)p.triggers + task.trigger_first;

@@ -7,7 +7,7 @@ namespace mk {
 
 constexpr int TEAM_WAVES = CONSUMER_WAVES / TEAMS;
 constexpr int CONSUMERS = CONSUMER_WAVES * WAVE;
-constexpr int AHEAD = 4;  // tasks that the producer may have begun before the consumers are done with the first
+constexpr int AHEAD = 8;  // tasks that the producer may have begun before the consumers are done with the first
 
 static_assert(CONSUMER_WAVES % TEAMS == 0, "every team has as many waves");
 static_assert(STAGES % TEAMS == 0, "a stage always belongs to the same team, or its phases would be missed");

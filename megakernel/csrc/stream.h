@@ -75,7 +75,7 @@ MK_DEVICE Stream stream_of(const Params& p, const Task& task, const Args& args, 
 }
 
 // What a task of attention reads of the cache: keys and values (or latents with rotated keys), and rotated keys that lie
-// apart. Only positions from before the launch: others are written while it runs, and not before the task's events.
+// apart. Only positions before this one, which is written in the same iteration, and not before the task's events.
 struct CacheStreams {
   Stream rows, turned;
 
@@ -84,9 +84,9 @@ struct CacheStreams {
   MK_DEVICE int held() const { return fit() ? rows.count + turned.count : 0; }
 };
 
-MK_DEVICE CacheStreams cache_streams(const Params& p, const Task& task, const Args& args) {
+MK_DEVICE CacheStreams cache_streams(const Params& p, const Task& task, const Args& args, int iteration) {
   CacheStreams s;
-  const int begin = task.chunk[0], end = task.chunk[1] < p.position ? task.chunk[1] : p.position;
+  const int now = p.position + iteration, begin = task.chunk[0], end = task.chunk[1] < now ? task.chunk[1] : now;
   const bool absorbed = args.absorbed >= 0;
   const int width = args.head_stride, first = task.rows[0] / width, heads = task.rows[1] / width - first;
   const int each = p.nope + p.v;

@@ -53,7 +53,7 @@ MK_DEVICE bool event_wait(const Params& p, Shared& sh, int event, int iteration,
   const uint32_t* counter = (const uint32_t*)p.counters + event;
   uint32_t threshold = threshold_of(p, event, iteration);
   Spin spin(p, sh);
-  while ((int32_t)(load_relaxed(counter) - threshold) < 0)
+  while ((int32_t)(load_acquire(counter) - threshold) < 0)  // a relaxed poll would need an acquire after it, as far away
     if (!spin.again()) {
       if (!dump) return false;
       dump->event = event;
@@ -61,7 +61,6 @@ MK_DEVICE bool event_wait(const Params& p, Shared& sh, int event, int iteration,
       dump->threshold = threshold;
       return false;
     }
-  load_acquire(counter);
   return true;
 }
 

@@ -38,8 +38,8 @@ ATTENTION = [
     for rows in (1, 16, 64, 128, 256)
 ]
 FINE = dict(
-    gemv_rows=1, lm_head_rows=2, dense_rows=1, shared_rows=1, expert_w13_tiles=1000, expert_w2_tiles=1000, attn_rows=1,
-    absorb_rows=1, splits=8, argmax_partials=100, tokens=16,
+    qkv_rows=1, gemv_rows=1, lm_head_rows=2, dense_rows=1, shared_rows=1, expert_w13_tiles=1000, expert_w2_tiles=1000,
+    attn_rows=1, absorb_rows=1, splits=8, argmax_partials=100, tokens=16,
 )  # fmt: skip
 """Tiles of a row each: as many events and as little work between them as there can be."""
 FINE_VARIANTS = (FINE, FINE | dict(mla="absorbed", experts="slots", attn_heads=1))

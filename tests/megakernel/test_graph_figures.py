@@ -20,7 +20,7 @@ from megakernel.config import TINY, V2_LITE
 from megakernel.graph import build
 from megakernel.knobs import PRESETS, Knobs
 
-TILES = dict(gemv_rows=16, lm_head_rows=32, attn_rows=32, tokens=100, workers=9)
+TILES = dict(qkv_rows=16, gemv_rows=16, lm_head_rows=32, attn_rows=32, tokens=100, workers=9)
 
 
 def loaded(rows):

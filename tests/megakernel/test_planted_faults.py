@@ -10,7 +10,7 @@ from megakernel.graph import build
 from megakernel.knobs import PRESETS
 from megakernel.validate import InvalidGraph, validate
 
-TILES = dict(gemv_rows=16, lm_head_rows=32, attn_rows=32, tokens=100, expert_w2_tiles=3, workers=9)
+TILES = dict(qkv_rows=16, gemv_rows=16, lm_head_rows=32, attn_rows=32, tokens=100, expert_w2_tiles=3, workers=9)
 
 
 @pytest.fixture(scope="module", params=PRESETS)

@@ -12,7 +12,7 @@ from megakernel.schedule import dynamic, label, levels, static, streamed_bytes
 
 @pytest.fixture(scope="module")
 def graph():
-    return build(TINY, Knobs(gemv_rows=16, lm_head_rows=32, attn_rows=32, tokens=100, argmax_partials=12))
+    return build(TINY, Knobs(qkv_rows=16, gemv_rows=16, lm_head_rows=32, attn_rows=32, tokens=100, argmax_partials=12))
 
 
 @pytest.fixture(scope="module", params=PRESETS)

@@ -33,7 +33,16 @@ from megakernel.schedule import Counters
 from megakernel.validate import ORDERS, InvalidGraph, simulate, validate
 
 FOLDS = [field.name for field in dataclasses.fields(Knobs) if field.type is bool]
-SMALL = dict(gemv_rows=16, dense_rows=32, shared_rows=24, lm_head_rows=32, attn_rows=32, tokens=100, argmax_partials=12)
+SMALL = dict(
+    qkv_rows=16,
+    gemv_rows=16,
+    dense_rows=32,
+    shared_rows=24,
+    lm_head_rows=32,
+    attn_rows=32,
+    tokens=100,
+    argmax_partials=12,
+)
 SMALL |= dict(absorb_rows=48, workers=9)
 
 
@@ -82,8 +91,8 @@ def test_all_combinations_of_words_and_folds(words):
         dict(tokens=1),
         dict(tokens=129, attn_rows=64),
         dict(tokens=130, attn_rows=7, attn_heads=3),
-        dict(gemv_rows=5, absorb_rows=3),
-        dict(gemv_rows=5, split_qkv=False),
+        dict(qkv_rows=5, gemv_rows=5, absorb_rows=3),
+        dict(qkv_rows=5, gemv_rows=5, split_qkv=False),
         dict(lm_head_rows=7, argmax_partials=9),
         dict(lm_head_rows=1, argmax_partials=1),
         dict(dense_rows=9, shared_rows=9, splits=7),

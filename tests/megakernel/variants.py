@@ -18,8 +18,8 @@ VARIANTS = [
     dict(tokens=1, mla="absorbed"),
     dict(tokens=129, attn_rows=64, mla="absorbed"),
     dict(tokens=130, attn_rows=7),
-    dict(gemv_rows=5),
-    dict(gemv_rows=5, mla="absorbed", absorb_rows=3, split_qkv=False),
+    dict(qkv_rows=5, gemv_rows=5),
+    dict(qkv_rows=5, gemv_rows=5, mla="absorbed", absorb_rows=3, split_qkv=False),
     dict(lm_head_rows=7, argmax_partials=9),
     dict(lm_head_rows=64, argmax_partials=2),
     dict(lm_head_rows=1),
@@ -38,5 +38,14 @@ VARIANTS = [
 ]
 """Changes of Knobs that set each of them to something else at least once."""
 
-SMALL = dict(gemv_rows=16, dense_rows=32, shared_rows=24, lm_head_rows=32, attn_rows=32, tokens=100, argmax_partials=12)
+SMALL = dict(
+    qkv_rows=16,
+    gemv_rows=16,
+    dense_rows=32,
+    shared_rows=24,
+    lm_head_rows=32,
+    attn_rows=32,
+    tokens=100,
+    argmax_partials=12,
+)
 """Sizes that cut the tiny model into several tiles, for the knobs that a variant leaves alone."""

@@ -7,104 +7,182 @@
 
 namespace mk {
 
-MK_DEVICE void attn_chunk(Consumer& c, const Task& task, const Args& args) {
-  const Params& p = c.p;
-  Shared& sh = c.sh;
-  const bool absorbed = args.absorbed >= 0, folded = args.rotated < 0;
-  const int width = args.head_stride, first = task.rows[0] / width, heads = task.rows[1] / width - first;
-  const int now = c.position(), begin = task.chunk[0], end = task.chunk[1] < now + 1 ? task.chunk[1] : now + 1;
-  const int positions = end > begin ? end - begin : 0;
-  const int plain = absorbed ? p.lora : p.nope, each = plain + p.rope;
-  bf16* queries = sh.x;               // [heads][plain + rope]
-  bf16* row = queries + heads * each;  // this position's row of the latent cache, not in there yet
-  const int pitch = task.chunk[1] - begin;
-  const bf16** rows = (const bf16**)sh.scratch;  // [positions]: where the row of the cache is
-  const bf16** turned = rows + pitch;            // [positions]: and its rotated key
-  float* scores = (float*)(turned + pitch);      // [heads][positions of a whole chunk]
+// What the phases of a task share.
+struct Attention {
+  const Args& args;
+  bool absorbed, folded;
+  int width;             // of a head's output
+  int first, heads;      // heads of the task
+  int plain, each;       // of a key: elements that are not rotated, and all
+  int value;             // where a head's values begin in a row
+  int head_pitch;        // from head to head in a row; 0 if they share it
+  int now, positions;
+  int pitch;             // of scores: positions of a whole chunk
+  bf16* queries;         // [heads][each]
+  const bf16** rows;     // [positions]: where the row of the cache is
+  const bf16** turned;   // [positions]: and its rotated key
+  float* scores;         // [heads][pitch]
+};
 
-  const bf16* query = (const bf16*)(p.work + args.query);
-  for (int i = thread(); i < heads * each; i += CONSUMERS) {
-    int head = first + i / each, at = i % each;
+// Loads as many as there are at once: what is read was written by other blocks, and is far away.
+MK_DEVICE void stage_queries(const Params& p, const Attention& a) {
+  const bf16* query = (const bf16*)(p.work + a.args.query);
+  const int vectors = a.each / 8;
+  MK_UNROLL(4)
+  for (int i = thread(); i < a.heads * vectors; i += CONSUMERS) {
+    int head = a.first + i / vectors, at = i % vectors * 8;
     const bf16* own = query + head * (p.nope + p.rope);
-    if (at < plain)
-      queries[i] = fresh(absorbed ? (const bf16*)(p.work + args.absorbed) + head * p.lora + at : own + at);
-    else if (folded)
-      queries[i] = rotated(p, own + p.nope, at - plain, now);
+    Vec16 values;
+    if (at < a.plain)
+      values = fresh((const Vec16*)(a.absorbed ? (const bf16*)(p.work + a.args.absorbed) + head * p.lora + at : own + at));
+    else if (a.folded)
+      values = rotated_vector(p, own + p.nope, at - a.plain, a.now);
     else
-      queries[i] = fresh((const bf16*)(p.work + args.rotated) + head * p.rope + at - plain);
+      values = fresh((const Vec16*)((const bf16*)(p.work + a.args.rotated) + head * p.rope + at - a.plain));
+    ((Vec16*)a.queries)[i] = values;
   }
-  const bool holds_now = begin <= now && now < end;
-  if (absorbed && folded && holds_now) {
-    const bf16* kva = (const bf16*)(p.work + args.kva);
-    norm(sh, kva, (const bf16*)(p.weights + args.norm), p.lora, p.kv_eps, row);
-    for (int i = thread(); i < p.rope; i += CONSUMERS) row[p.lora + i] = rotated(p, kva + p.lora, i, now);
-    consumer_sync();
-    if (task.flags & APPENDS) {
-      bf16* out = (bf16*)(p.cache + args.cache) + (int64_t)now * args.cache_pitch;
-      for (int i = thread(); i < each; i += CONSUMERS) out[i] = row[i];
+}
+
+// A few scores of a wave at once: their sums over the wave overlap.
+MK_DEVICE void score(const Params& p, const Attention& a) {
+  constexpr int AT_ONCE = 4;
+  const int count = a.heads * a.positions;
+  for (int base = wave(); base < count; base += AT_ONCE * CONSUMER_WAVES) {
+    float sums[AT_ONCE];
+    MK_UNROLL(4)
+    for (int j = 0; j < AT_ONCE; ++j) {
+      int i = base + j * CONSUMER_WAVES < count ? base + j * CONSUMER_WAVES : base;
+      int head = i / a.positions, position = i % a.positions;
+      const bf16 *own = a.queries + head * a.each, *row = a.rows[position] + head * a.head_pitch, *turned = a.turned[position];
+      Dot dot;
+      for (int at = lane() * 8; at < a.plain; at += WAVE * 8) dot.add(*(const Vec16*)(row + at), *(const Vec16*)(own + at));
+      for (int at = lane() * 8; at < p.rope; at += WAVE * 8)
+        dot.add(*(const Vec16*)(turned + at), *(const Vec16*)(own + a.plain + at));
+      sums[j] = dot.sum();
+    }
+    for (int mask = WAVE / 2; mask; mask /= 2)
+      for (int j = 0; j < AT_ONCE; ++j) sums[j] += shuffle_xor(sums[j], mask);
+    for (int j = 0; j < AT_ONCE; ++j) {
+      int i = base + j * CONSUMER_WAVES;
+      if (lane() == 0 && i < count) a.scores[i / a.positions * a.pitch + i % a.positions] = sums[j] * p.softmax_scale;
     }
   }
-  consumer_sync();
+}
 
-  // Rows from before the launch are in the ring and may have been for long, this position's is in shared memory if it is
-  // not in the cache yet, and those between are read from the cache.
-  const CacheStreams streams = cache_streams(p, task, args);
-  const int each_head = p.nope + p.v, pieces = streams.held();
-  for (int i = 0; i < pieces; ++i) gate_wait(p, sh, &sh.full[(c.pieces + i) % STAGES], (c.pieces + i) / STAGES);
-  for (int i = thread(); i < positions; i += CONSUMERS) {
-    int64_t position = begin + i;
-    bool streamed = streams.fit() && i < streams.rows.rows;
-    rows[i] = streamed ? in_ring(sh, streams.rows, c.pieces, i)
-              : absorbed && folded && position == now
-                  ? row
-                  : (const bf16*)(p.cache + args.cache) + position * args.cache_pitch + (absorbed ? 0 : first * each_head);
-    turned[i] = absorbed   ? rows[i] + p.lora
-                : streamed ? in_ring(sh, streams.turned, c.pieces + streams.rows.count, i)
-                           : (const bf16*)(p.cache + args.rope_cache) + position * p.rope;
-  }
-  consumer_sync();
-
-  for (int i = wave(); i < heads * positions; i += CONSUMER_WAVES) {
-    int head = i / positions, position = i % positions;
-    const bf16* own = queries + head * each;
-    float score = dot(rows[position] + (absorbed ? 0 : head * each_head), own, lane() * 8, plain, WAVE * 8);
-    score = wave_sum(score + dot(turned[position], own + plain, lane() * 8, p.rope, WAVE * 8));
-    if (lane() == 0) scores[head * pitch + position] = score * p.softmax_scale;
-  }
-  consumer_sync();
-
-  float* out = (float*)(p.work + args.out + task.at * args.out_bytes);
-  for (int head = wave(); head < heads; head += CONSUMER_WAVES) {
+// Weights in place of scores; each head's largest score and sum into the chunk's result.
+MK_DEVICE void weigh(const Attention& a, float* out) {
+  for (int head = wave(); head < a.heads; head += CONSUMER_WAVES) {
+    float* own = a.scores + head * a.pitch;
     float largest = -INFINITY, sum = 0;
-    for (int i = lane(); i < positions; i += WAVE) largest = fmaxf(largest, scores[head * pitch + i]);
+    for (int i = lane(); i < a.positions; i += WAVE) largest = fmaxf(largest, own[i]);
     largest = wave_max(largest);
-    for (int i = lane(); i < positions; i += WAVE) {
-      float weight = expf(scores[head * pitch + i] - largest);
-      scores[head * pitch + i] = weight;
+    for (int i = lane(); i < a.positions; i += WAVE) {
+      float weight = expf(own[i] - largest);
+      own[i] = weight;
       sum += weight;
     }
     sum = wave_sum(sum);
-    float* stats = out + (int64_t)(first + head) * (width + PARTIAL_STATS) + width;
+    float* stats = out + (int64_t)(a.first + head) * (a.width + PARTIAL_STATS) + a.width;
     if (lane() == 0) {
       stats[0] = largest;
       stats[1] = sum;
     }
   }
+}
+
+// The weighted sums of the values. A thread has four elements of a head; if there are more threads than that, several
+// share them, each with some of the positions.
+MK_DEVICE void mix(const Attention& a, float* parts, float* out) {
+  const int quads = a.width / 4, items = a.heads * quads;
+  int shares = 1;
+  while (shares * 2 * items <= CONSUMERS) shares *= 2;
+  for (int i = thread(); i < items * shares; i += CONSUMERS) {
+    const int item = i % items, share = i / items, head = item / quads, at = item % quads * 4;
+    const bf16* const* rows = a.rows;
+    const float* weights = a.scores + head * a.pitch;
+    const int from = head * a.head_pitch + a.value + at;
+    float sums[4] = {0, 0, 0, 0};
+    MK_UNROLL(8)
+    for (int j = share; j < a.positions; j += shares) {
+      const uint32_t* pairs = (const uint32_t*)(rows[j] + from);
+      uint32_t first = pairs[0], second = pairs[1];
+      sums[0] = fmaf(weights[j], low_half(first), sums[0]);
+      sums[1] = fmaf(weights[j], high_half(first), sums[1]);
+      sums[2] = fmaf(weights[j], low_half(second), sums[2]);
+      sums[3] = fmaf(weights[j], high_half(second), sums[3]);
+    }
+    float* to = shares > 1 ? parts + 4 * i : out + (int64_t)(a.first + head) * (a.width + PARTIAL_STATS) + at;
+    for (int j = 0; j < 4; ++j) to[j] = sums[j];
+  }
+  if (shares == 1) return;
+  consumer_sync();
+  for (int i = thread(); i < items * 4; i += CONSUMERS) {
+    float sum = 0;
+    for (int share = 0; share < shares; ++share) sum += parts[share * items * 4 + i];
+    out[(int64_t)(a.first + i / a.width) * (a.width + PARTIAL_STATS) + i % a.width] = sum;
+  }
+}
+
+MK_DEVICE void attn_chunk(Consumer& c, const Task& task, const Args& args) {
+  const Params& p = c.p;
+  Shared& sh = c.sh;
+  Attention a = {args};
+  a.absorbed = args.absorbed >= 0;
+  a.folded = args.rotated < 0;
+  a.width = args.head_stride;
+  a.first = task.rows[0] / a.width;
+  a.heads = task.rows[1] / a.width - a.first;
+  a.plain = a.absorbed ? p.lora : p.nope;
+  a.each = a.plain + p.rope;
+  a.value = a.absorbed ? 0 : p.nope;
+  a.head_pitch = a.absorbed ? 0 : p.nope + p.v;
+  a.now = c.position();
+  const int begin = task.chunk[0], end = task.chunk[1] < a.now + 1 ? task.chunk[1] : a.now + 1;
+  a.positions = end > begin ? end - begin : 0;
+  a.pitch = task.chunk[1] - begin;
+  a.queries = sh.x;
+  bf16* row = a.queries + a.heads * a.each;  // this position's row of the latent cache, not in there yet
+  float* parts = (float*)(row + a.each);
+  a.rows = (const bf16**)sh.scratch;
+  a.turned = a.rows + a.pitch;
+  a.scores = (float*)(a.turned + a.pitch);
+
+  stage_queries(p, a);
+  const bool holds_now = begin <= a.now && a.now < end;
+  if (a.absorbed && a.folded && holds_now) {
+    const bf16* kva = (const bf16*)(p.work + args.kva);
+    norm(sh, kva, (const bf16*)(p.weights + args.norm), p.lora, p.kv_eps, row);
+    for (int i = thread(); i < p.rope; i += CONSUMERS) row[p.lora + i] = rotated(p, kva + p.lora, i, a.now);
+    consumer_sync();
+    if (task.flags & APPENDS) {
+      bf16* out = (bf16*)(p.cache + args.cache) + (int64_t)a.now * args.cache_pitch;
+      for (int i = thread(); i < a.each; i += CONSUMERS) out[i] = row[i];
+    }
+  }
+
+  // Rows before this position are in the ring, and this position's is in shared memory if it is not in the cache yet.
+  const CacheStreams streams = cache_streams(p, task, args, c.iteration);
+  const int pieces = streams.held();
+  for (int i = thread(); i < a.positions; i += CONSUMERS) {
+    int64_t position = begin + i;
+    bool streamed = streams.fit() && i < streams.rows.rows;
+    a.rows[i] = streamed ? in_ring(sh, streams.rows, c.pieces, i)
+                : a.absorbed && a.folded && position == a.now
+                    ? row
+                    : (const bf16*)(p.cache + args.cache) + position * args.cache_pitch + a.first * a.head_pitch;
+    a.turned[i] = a.absorbed ? a.rows[i] + p.lora
+                  : streamed ? in_ring(sh, streams.turned, c.pieces + streams.rows.count, i)
+                             : (const bf16*)(p.cache + args.rope_cache) + position * p.rope;
+  }
+  for (int i = 0; i < pieces; ++i) gate_wait(p, sh, &sh.full[(c.pieces + i) % STAGES], (c.pieces + i) / STAGES);
   consumer_sync();
 
-  for (int i = thread(); i < heads * (width / 2); i += CONSUMERS) {
-    int head = i / (width / 2), at = i % (width / 2) * 2;
-    float low = 0, high = 0;
-    MK_UNROLL(4)
-    for (int j = 0; j < positions; ++j) {
-      uint32_t pair = *(const uint32_t*)(rows[j] + (absorbed ? at : head * each_head + p.nope + at));
-      low = fmaf(scores[head * pitch + j], low_half(pair), low);
-      high = fmaf(scores[head * pitch + j], high_half(pair), high);
-    }
-    float* head_out = out + (int64_t)(first + head) * (width + PARTIAL_STATS) + at;
-    head_out[0] = low;
-    head_out[1] = high;
-  }
+  float* out = (float*)(p.work + args.out + task.at * args.out_bytes);
+  score(p, a);
+  consumer_sync();
+  weigh(a, out);
+  consumer_sync();
+  mix(a, parts, out);
 
   consumer_sync();  // everybody has read the stages
   for (int i = 0; i < pieces; ++i) {

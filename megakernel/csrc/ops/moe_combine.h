@@ -25,13 +25,20 @@ MK_DEVICE void moe_combine(Consumer& c, const Task& task, const Args& args) {
   const bf16* residual = (const bf16*)(p.work + args.residual);
   bf16* out = (bf16*)(p.work + args.out);
   for (int i = task.rows[0] + thread(); i < task.rows[1]; i += CONSUMERS) {
-    float sum = 0;
-    for (int rank = 0; rank < p.topk; ++rank) {
-      const bf16* part = (const bf16*)(p.work + args.input + places[rank] * args.input_bytes);
-      sum = rounded(sum + rounded(to_float(fresh(&part[i])) * weights[rank]));
+    constexpr int AT_ONCE = 8;  // far away: these loads overlap
+    float sum = 0, last = to_float(fresh(&shared[i])), before = to_float(fresh(&residual[i]));
+    for (int base = 0; base < p.topk; base += AT_ONCE) {
+      bf16 parts[AT_ONCE];
+      MK_UNROLL(8)
+      for (int j = 0; j < AT_ONCE; ++j) {
+        int rank = base + j < p.topk ? base + j : base;
+        parts[j] = fresh((const bf16*)(p.work + args.input + places[rank] * args.input_bytes) + i);
+      }
+      MK_UNROLL(8)
+      for (int j = 0; j < AT_ONCE; ++j)
+        if (base + j < p.topk) sum = rounded(sum + rounded(to_float(parts[j]) * weights[base + j]));
     }
-    sum = rounded(sum + to_float(fresh(&shared[i])));
-    out[i] = to_bf16(to_float(fresh(&residual[i])) + sum);
+    out[i] = to_bf16(before + rounded(sum + last));
   }
 }
 

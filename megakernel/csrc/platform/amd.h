@@ -9,9 +9,10 @@
 #define MK_PRAGMA(text) _Pragma(#text)
 #define MK_UNROLL(times) MK_PRAGMA(unroll times)
 #define MK_DEVICE __device__ __forceinline__
+#define MK_CALL MK_DEVICE
 #define MK_KERNEL extern "C" __global__ void __launch_bounds__(mk::THREADS, 1)
 #define MK_PARAMS const mk::Params
-#define MK_SHARED(name) __shared__ mk::Shared name
+#define MK_SHARED static __shared__ Shared shared_bytes; return shared_bytes
 #define MK_SHARED_AT_LAUNCH 0
 
 namespace mk {
@@ -109,6 +110,7 @@ MK_DEVICE bool gate_try_wait(Gate* g, int odd) {
   uint32_t phases = __hip_atomic_load(&g->arrivals, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_WORKGROUP) / g->needed;
   return (int)(phases & 1u) != odd;
 }
+MK_DEVICE void copies_after_stores() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 MK_DEVICE void pause() { __builtin_amdgcn_s_sleep(1); }
 MK_DEVICE int64_t nanoseconds() { return (int64_t)__builtin_amdgcn_s_memrealtime() * 10; }  // it runs at 100 MHz
 

@@ -7,6 +7,8 @@
 #include <string.h>
 
 #define MK_DEVICE inline
+#define MK_CALL inline
+#define MK_SHARED return *(Shared*)host::shared_bytes()
 #define MK_UNROLL(times)
 
 namespace mk {
@@ -20,6 +22,7 @@ namespace host {
 // Of the fibre that runs.
 int thread_index();
 int block_index();
+void* shared_bytes();  // of its block
 // Waits until all threads of a group are here: one of the block's waves, its consumers, or all of it.
 enum Group { ALL = -1, CONSUMERS = -2 };
 void meet(int group);
@@ -95,6 +98,7 @@ inline bool gate_try_wait(Gate* g, int odd) { return host::try_wait(g, odd); }
 inline void copy_async(void* shared, const void* global, int bytes, Gate* g) {
   if (thread() % WAVE == 0) host::copy(shared, global, bytes, g);
 }
+inline void copies_after_stores() {}
 inline void pause() { host::yield(); }
 inline int64_t nanoseconds() { return host::nanoseconds(); }
 

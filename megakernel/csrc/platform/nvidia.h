@@ -8,10 +8,13 @@
 #define MK_PRAGMA(text) _Pragma(#text)
 #define MK_UNROLL(times) MK_PRAGMA(unroll times)
 #define MK_DEVICE __device__ __forceinline__
+// What is called from several places, or seldom. A multiprocessor holds about 128 KB of instructions, and what a layer
+// runs has to stay in there: most of it runs once for a task.
+#define MK_CALL __device__ __noinline__
 #define MK_KERNEL extern "C" __global__ void __launch_bounds__(mk::THREADS, 1)
 #define MK_PARAMS const __grid_constant__ mk::Params
 // More than 48 KB has to be asked for at the launch.
-#define MK_SHARED(name) extern __shared__ unsigned char name##_bytes[]; mk::Shared& name = *(mk::Shared*)name##_bytes
+#define MK_SHARED extern __shared__ unsigned char shared_bytes[]; return *(Shared*)shared_bytes
 #define MK_SHARED_AT_LAUNCH sizeof(mk::Shared)
 
 namespace mk {
@@ -70,6 +73,13 @@ MK_DEVICE uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
   return old;
 }
 
+// To nearest, ties to even; NaN stays NaN.
+MK_DEVICE uint16_t to_bf16(float value) {
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
 template <class T>
 MK_DEVICE T fresh(const T* p) {
   return __ldcg(p);
@@ -115,6 +125,9 @@ MK_DEVICE void copy_async(void* shared, const void* global, int bytes, Gate* g) 
         "l"(global), "r"(bytes), "r"(shared_address(g))
         : "memory");
 }
+
+// Stores and bulk copies go different ways to memory.
+MK_DEVICE void copies_after_stores() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 MK_DEVICE void pause() {}
 MK_DEVICE int64_t nanoseconds() {
