@@ -19,7 +19,7 @@ import numpy as np
 
 HEADER = Path(__file__).parent / "csrc" / "abi.h"
 
-VERSION = 2
+VERSION = 3
 """Goes up whenever a record or the meaning of an argument changes."""
 
 CODES = (
@@ -36,6 +36,7 @@ CODES = (
     "attn_chunk",
     "attn_merge",
     "moe_gate_topk",
+    "moe_topk",
     "moe_combine",
     "argmax_partial",
     "argmax_reduce",
@@ -44,7 +45,7 @@ CODES = (
 
 ENUMS = {
     "Input": ("plain", "norm", "merge"),
-    "Out": ("bf16", "fp32", "kv_cache"),
+    "Out": ("bf16", "fp32", "logits", "kv_cache"),
     "By": ("all", "expert", "slot"),
     "State": (
         "idle",  # has not begun
@@ -106,7 +107,7 @@ ARGS = (
     Field("shared", "i64", "moe_combine: output of the shared experts, bytes into `work`"),
     Field("cols", "i32", "row length of the matrices, or elements that a small op works on"),
     Field("input_kind", "i32", "an Input: take it as it is, norm it, or merge the chunks of attention"),
-    Field("out_kind", "i32", "an Out"),
+    Field("out_kind", "i32", "an Out; logits are fp32, too, and go to the trace as well"),
     Field("head_rows", "i32", "rows for each head where heads have an input of their own; else 0"),
     Field("head_stride", "i32", "elements from one head's input to the next one's; merge: width of a head's output"),
     Field("chunks", "i32", "chunks of positions that a merge merges, or splits that a reduction adds"),

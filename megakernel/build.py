@@ -95,12 +95,12 @@ FLOORS = {"host": dict(x_items=4096, slots=4096, scratch=4096)}
 """Room that a build has at least, so that the many small tables of tests share builds."""
 
 
-def parts_of_row(cols: int, shape: Mapping[str, int]) -> int:
-    """Sums that a row of so many columns leaves; csrc/stream.h does the same."""
+def parts_of_row(rows: int, cols: int, shape: Mapping[str, int]) -> int:
+    """Sums that a row of so many columns leaves, in a task of so many rows; csrc/stream.h does the same."""
     items = shape["stage_bytes"] // 2
     waves = shape["consumer_waves"] // shape["teams"]
     pieces = -(-cols // items)
-    at_once = 1 if pieces > 1 else items // cols
+    at_once = 1 if pieces > 1 else min(items // cols, -(-rows // shape["teams"]))
     return pieces * (waves if at_once < waves else 1)
 
 
@@ -150,7 +150,7 @@ def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
             rows = config.n_routed_experts if code == abi.code("moe_gate_topk") else end - first
             rows *= 2 if code == abi.code("gemv_silu") else 1
             x_items = max(x_items, heads * cols)
-            slots = max(slots, rows * parts_of_row(cols, shape))
+            slots = max(slots, rows * parts_of_row(rows, cols, shape))
             if args["input_kind"] == abi.value("Input", "merge"):
                 heads = heads if args["head_rows"] else cols // int(args["head_stride"])
                 scratch = max(scratch, heads * int(args["chunks"]))

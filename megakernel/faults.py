@@ -173,7 +173,8 @@ def _without_first_consumer(graph: Graph, layer: int) -> Graph:
 
 
 def _counted_too_late(graph: Graph, layer: int) -> Graph:
-    task, event = find_task(graph, "O_PROJ_RESIDUAL", layer), event_after(graph, "MOE_GATE_TOPK", layer)
+    task, router = find_task(graph, "O_PROJ_RESIDUAL", layer), graph.router(layer)
+    event = event_after(graph, router.name, layer)
     return moved_count(graph, task.index, event.index)
 
 

@@ -327,8 +327,14 @@ class _Builder:
         inputs = self.normalised(x, "post_attention_layernorm")
         gate = self.tensor("mlp.gate", "matrix", c.n_routed_experts, c.hidden_size)
         routing = self.tensor("mlp.routing", "activation", c.num_experts_per_tok, 2)
-        reads = [*inputs, self.part(gate)]
-        self.single("MOE_GATE_TOPK", "moe_gate_topk", c.num_experts_per_tok, reads, [self.part(routing)])
+        if k.router_rows >= c.n_routed_experts:
+            reads = [*inputs, self.part(gate)]
+            self.single("MOE_GATE_TOPK", "moe_gate_topk", c.num_experts_per_tok, reads, [self.part(routing)])
+        else:
+            logits = self.tensor("mlp.router_logits", "activation", c.n_routed_experts)
+            self.gemv("MOE_GATE", "gemv_bf16", [gate], [logits], inputs, k.router_rows, "router_rows")
+            reads = [self.part(logits)]
+            self.single("MOE_TOPK", "moe_topk", c.num_experts_per_tok, reads, [self.part(routing)])
 
         outs = []
         if k.split_shared:

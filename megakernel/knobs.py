@@ -51,6 +51,9 @@ class Knobs:
     """Tasks per routed expert for gate_proj and up_proj."""
     expert_w2_tiles: int = 3
     """Tasks per routed expert for down_proj."""
+    router_rows: int = 64
+    """Rows of the router, one for each routed expert, per task. All of them: one task that also chooses the experts
+    (MOE_GATE_TOPK); fewer: tasks that leave logits (MOE_GATE), and one that chooses when all are there (MOE_TOPK)."""
     combine_rows: int = 2048
     """Rows of the state per task that adds up the experts."""
     attn_rows: int = 128
@@ -109,9 +112,10 @@ PRESETS = {
         gemv_rows=16,
         lm_head_rows=776,
         dense_rows=83,
-        shared_rows=22,
+        shared_rows=23,
         expert_w13_tiles=22,
         expert_w2_tiles=22,
+        router_rows=8,
         combine_rows=128,
         attn_rows=66,
         attn_heads=2,

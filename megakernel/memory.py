@@ -97,10 +97,11 @@ class Memory:
 
         Returns:
             bf16 [count, rows, cols] without the dimensions of size 1 that the graph leaves out: weights of all experts
-            are [n_routed_experts, rows, cols], activations of slots [k, rows]. fp32 are "logits" [V] and "mlp.partials"
-            [splits, hidden_size], "attn_partials" [chunks, H, width + abi.PARTIAL_STATS] as well (output, largest
-            score, sum, padding). "token" is int32 [1]. Records are bytes: "argmax_partials" [parts, bytes] and
-            "mlp.routing" [k, bytes] without the logits behind them; see `routing`.
+            are [n_routed_experts, rows, cols], activations of slots [k, rows]. fp32 are "logits" [V],
+            "mlp.router_logits" [n_routed_experts] and "mlp.partials" [splits, hidden_size], "attn_partials" [chunks, H,
+            width + abi.PARTIAL_STATS] as well (output, largest score, sum, padding). "token" is int32 [1].
+            Records are bytes: "argmax_partials" [parts, bytes] and "mlp.routing" [k, bytes] without the logits behind
+            them; see `routing`.
 
         Raises:
             KeyError: the graph has no such tensor.
@@ -120,7 +121,7 @@ class Memory:
             record = abi.dtype("Routing" if short == "mlp.routing" else "Partial")
             dtype, shape = torch.uint8, [tensor.rows, record.itemsize]
         else:
-            if short in ("mlp.partials", "logits"):
+            if short in ("mlp.partials", "mlp.router_logits", "logits"):
                 dtype = torch.float32
             elif short == "token":
                 dtype = torch.int32

@@ -188,6 +188,31 @@ def levels(graph: Graph) -> list[list[int]]:
     return found
 
 
+def _urgent(graph: Graph, cost: Mapping[int, float], to_come: Sequence[int], workers: int) -> list[int]:
+    """The tasks of a level with the longest chain of ops behind them, largest first, if the workers can take one each.
+
+    None if there is a larger one of them than of the others: largest first, they are not behind those anyway.
+
+    Args:
+        cost: of each task of the level.
+        to_come: for each op, the length of the longest chain of ops that begins with it.
+    """
+    length = {task: to_come[graph.tasks[task].op] if graph.tasks[task].op >= 0 else 0 for task in cost}
+    longest = max(length.values())
+    found = sorted((task for task in cost if length[task] == longest), key=lambda task: (-cost[task], task))
+    others = max((cost[task] for task in cost if length[task] < longest), default=0)
+    return found if cost[found[0]] < others and len(found) <= workers else []
+
+
+def _to_come(graph: Graph) -> list[int]:
+    """For each op, the length of the longest chain of ops that wait for one another and begin with it."""
+    lengths = [1] * len(graph.ops)
+    for op in reversed(graph.ops):  # what waits for an op comes after it
+        for before in graph.predecessors[op.index]:
+            lengths[before] = max(lengths[before], lengths[op.index] + 1)
+    return lengths
+
+
 def static(graph: Graph, workers: int) -> Schedule:
     """A list of tasks for each worker, the same for each call.
 
@@ -199,6 +224,10 @@ def static(graph: Graph, workers: int) -> Schedule:
     to the one with the fewest in all. So no level has a straggler that another deal would avoid by much, and workers
     that go without work in one level come first in the next.
 
+    Before that, tasks of the op with the longest chain of ops behind it, if they are the smaller ones (the router's,
+    beside those of the shared experts), go to a worker each, to those with the fewest bytes in the level before. So
+    what the rest of the token waits for is not behind work that could wait.
+
     Raises:
         ValueError: `workers` is no positive integer, or tasks of `graph` can never start.
     """
@@ -206,13 +235,23 @@ def static(graph: Graph, workers: int) -> Schedule:
     lists: list[list[int]] = [[] for _ in range(workers)]
     total = [0.0] * workers
     size = [streamed_bytes(graph, task) for task in graph.tasks]
+    to_come = _to_come(graph)
+    load = [0.0] * workers
     for level in levels(graph):
         cost = {task: VISIT_BYTES + size[task] for task in level}
-        queue = [(0.0, before, worker) for worker, before in enumerate(total)]
-        heapq.heapify(queue)
         dealt: list[tuple[int, int]] = []
-        for task in sorted(level, key=lambda task: (-cost[task], task)):
+        first = _urgent(graph, cost, to_come, workers)
+        free = heapq.nsmallest(len(first), range(workers), key=lambda worker: (load[worker], total[worker], worker))
+        load = [0.0] * workers
+        for task, worker in zip(first, free, strict=True):
+            load[worker] = cost[task]
+            total[worker] += cost[task]
+            dealt.append((task, worker))
+        queue = [(load[worker], before, worker) for worker, before in enumerate(total)]
+        heapq.heapify(queue)
+        for task in sorted(set(level) - set(first), key=lambda task: (-cost[task], task)):
             here, before, worker = queue[0]
+            load[worker] = here + cost[task]
             heapq.heapreplace(queue, (here + cost[task], before + cost[task], worker))
             total[worker] += cost[task]
             dealt.append((task, worker))

@@ -17,7 +17,7 @@ import torch
 from megakernel import abi
 from megakernel.config import ModelConfig
 from megakernel.schedule import Schedule
-from megakernel.tasks import Graph, Op, Task, Tensor
+from megakernel.tasks import ROUTERS, Graph, Op, Task, Tensor
 from megakernel.weights import check as check_weights
 
 ALIGNMENT = 256
@@ -41,6 +41,8 @@ CODE_OF_OP = {
     "DOWN_SPLITK": "gemv_splitk",
     "REDUCE_RESIDUAL": "splitk_reduce",
     "MOE_GATE_TOPK": "moe_gate_topk",
+    "MOE_GATE": "gemv",
+    "MOE_TOPK": "moe_topk",
     "EXPERT_W13_SHARED": "gemv_silu",
     "EXPERT_W2_SHARED": "gemv",
     "EXPERT_W13_SILU": "gemv_silu",
@@ -79,7 +81,7 @@ def bytes_of(config: ModelConfig, tensor: Tensor) -> int:
         return tensor.rows * abi.dtype("Routing").itemsize + 4 * config.n_routed_experts
     if name == "argmax_partials":
         return items * abi.dtype("Partial").itemsize
-    if name in ("mlp.partials", "logits", "token"):
+    if name in ("mlp.partials", "mlp.router_logits", "logits", "token"):
         return 4 * items
     return 2 * items
 
@@ -91,6 +93,11 @@ def layout(graph: Graph) -> Layout:
     arenas = {"matrix": "weights", "vector": "weights", "cache": "cache", "activation": "work"}
     for name, tensor in graph.tensors.items():
         arena = arenas[tensor.kind]
+        if name.endswith(".mlp.router_logits"):  # they have room behind the layer's records
+            routing = name.removesuffix("router_logits") + "routing"
+            behind = graph.tensors[routing].rows * abi.dtype("Routing").itemsize
+            offsets[arena][name] = offsets[arena][routing] + behind
+            continue
         # an op over the rows of both reads them as one matrix, and writes them as one vector
         follows = name.endswith((".kv_a_proj_with_mqa", ".kva"))
         start = ends[arena] if follows else -(-ends[arena] // ALIGNMENT) * ALIGNMENT
@@ -211,7 +218,7 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
     tasks = np.zeros(len(graph.tasks), abi.dtype("Task"))
     tasks["route_event"] = -1
     waits, triggers = _Flat(), _Flat()
-    routed = {op.layer: graph.triggers[op.tasks[0]][0] for op in graph.ops if op.name == "MOE_GATE_TOPK"}
+    routed = {op.layer: graph.triggers[op.tasks[0]][0] for op in graph.ops if op.name in ROUTERS}
     for task in graph.tasks:
         record = tasks[task.index]
         op = graph.ops[task.op] if task.op >= 0 else None
@@ -398,7 +405,9 @@ class _Args:
                 kv_eps=1,
             )
         elif op.name == "LM_HEAD":
-            record.update(out_kind=abi.value("Out", "fp32"), out=self.work(op, "logits"))
+            record.update(out_kind=abi.value("Out", "logits"), out=self.work(op, "logits"))
+        elif op.name == "MOE_GATE":
+            record.update(out_kind=abi.value("Out", "fp32"), out=self.work(op, "mlp.router_logits"))
         else:
             out = self.name(op, "q") if op.name == "QKV_PROJ" else task.writes[0].tensor
             record.update(out=self.place.work[out], out_bytes=2 * self.graph.tensors[out].rows)
@@ -480,6 +489,9 @@ class _Args:
             cols=self.config.hidden_size,
             routing=self.work(op, "mlp.routing"),
         )
+
+    def moe_topk(self, op: Op, task: Task) -> dict[str, int]:
+        return dict(routing=self.work(op, "mlp.routing"))
 
     def moe_combine(self, op: Op, task: Task) -> dict[str, int]:
         return dict(

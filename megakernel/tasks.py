@@ -16,7 +16,9 @@ COLUMNS = ("task_type", "kernel_owner", "ops_per_token", "tasks_per_token", "gra
 
 FLEET_TYPES = frozenset({"embedding", "argmax_partial", "argmax_reduce", "splitk_reduce_mi300"})
 """Types whose kernels came with the Fleet runtime in the published MI300X decoder; the others are that project's own.
-All names of types are those published there."""
+All names of types are those published there, but for moe_topk, half of an op that it does not split."""
+ROUTERS = frozenset({"MOE_GATE_TOPK", "MOE_TOPK"})
+"""Ops after which a layer's routing can be read, one or the other of them."""
 
 Span = tuple[int, int]
 """Half-open: first, and one past the last."""
@@ -133,6 +135,13 @@ class Graph:
     def ops_by_name(self) -> dict[str, int]:
         """How many ops there are of each name."""
         return _tally(op.name for op in self.ops)
+
+    def router(self, layer: int) -> Op:
+        """The op that writes which experts a layer chooses. Raises KeyError for a layer without experts."""
+        for op in self.ops:
+            if op.layer == layer and op.name in ROUTERS:
+                return op
+        raise KeyError(f"no router in layer {layer}")
 
     # ------------------------------------------------------------------------------------------------------------ bytes
 

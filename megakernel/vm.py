@@ -33,7 +33,7 @@ from megakernel.table import Table
 ORDERS = "list", "random"
 
 PLAIN, NORM, MERGE = range(len(abi.ENUMS["Input"]))
-BF16, FP32, KV_CACHE = range(len(abi.ENUMS["Out"]))
+BF16, FP32, LOGITS, KV_CACHE = range(len(abi.ENUMS["Out"]))
 ALL, EXPERT, SLOT = range(len(abi.ENUMS["By"]))
 
 
@@ -243,9 +243,9 @@ class Machine:
         out = self.product(task, args, args.weight + expert * args.matrix_bytes, x)
         if args.out_kind == BF16:
             self.half(args.out + args.out_bytes * task.at + 2 * first, end - first).copy_(out)
-        elif args.out_kind == FP32:
+        elif args.out_kind in (FP32, LOGITS):
             self.single(args.out + 4 * first, end - first).copy_(out)
-            if self.trace is not None:
+            if args.out_kind == LOGITS and self.trace is not None:
                 self.trace[step, first:end] = out
         else:
             position = self.launch.position + step
@@ -345,15 +345,28 @@ class Machine:
         self.half(args.out + 2 * first, end - first).copy_(self.merged(args, heads))
 
     def _moe_gate_topk(self, task, args, step: int) -> None:
+        experts = self.config.n_routed_experts
+        logits = ieee_matmul(self.weight(args.weight, experts, args.cols), self.input(args))
+        self.router_logits(args).copy_(logits)
+        self.choose(args)
+
+    def _moe_topk(self, task, args, step: int) -> None:
+        self.choose(args)
+
+    def router_logits(self, args) -> torch.Tensor:
+        """fp32 [n_routed_experts], behind the records of a layer's routing."""
+        records = self.config.num_experts_per_tok * abi.dtype("Routing").itemsize
+        return self.single(args.routing + records, self.config.n_routed_experts)
+
+    def choose(self, args) -> None:
+        """Writes the records of a layer's routing, which follow from its router's logits."""
         c = self.config
         k = c.num_experts_per_tok
-        logits = ieee_matmul(self.weight(args.weight, c.n_routed_experts, args.cols), self.input(args))
         # a stable sort, so that the lowest number comes first on a tie
-        likely, order = logits.softmax(0).sort(descending=True, stable=True)
+        likely, order = self.router_logits(args).softmax(0).sort(descending=True, stable=True)
         start = args.routing // 4
         self.ints[start : start + 2 * k : 2] = order[:k].int()
         self.floats[start + 1 : start + 2 * k : 2] = likely[:k] * c.routed_scaling_factor
-        self.floats[start + 2 * k : start + 2 * k + c.n_routed_experts] = logits
 
     def _moe_combine(self, task, args, step: int) -> None:
         k, start = self.config.num_experts_per_tok, args.routing // 4

@@ -243,7 +243,8 @@ class _Check:
         c = self.config
         normed = self.normed("MLP norm", "post_attention_layernorm", x)
         routing = self.memory.routing(self.layer)
-        self.row("router logits", "mlp.routing", ieee_matmul(self.weight("mlp.gate"), normed), routing.logits)
+        logits = "mlp.router_logits" if self.has("mlp.router_logits") else "mlp.routing"
+        self.row("router logits", logits, ieee_matmul(self.weight("mlp.gate"), normed), routing.logits)
         scores = routing.logits.softmax(0)
         ids, chosen = route(routing.logits[None], c)[0][0], routing.ids.long()
         within = ((chosen >= 0) & (chosen < c.n_routed_experts)).all().item()

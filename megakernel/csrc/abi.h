@@ -20,20 +20,21 @@ enum class Code : int32_t {
   attn_chunk = 10,
   attn_merge = 11,
   moe_gate_topk = 12,
-  moe_combine = 13,
-  argmax_partial = 14,
-  argmax_reduce = 15,
+  moe_topk = 13,
+  moe_combine = 14,
+  argmax_partial = 15,
+  argmax_reduce = 16,
 };
 
 enum class Input : int32_t { plain = 0, norm = 1, merge = 2 };
 
-enum class Out : int32_t { bf16 = 0, fp32 = 1, kv_cache = 2 };
+enum class Out : int32_t { bf16 = 0, fp32 = 1, logits = 2, kv_cache = 3 };
 
 enum class By : int32_t { all = 0, expert = 1, slot = 2 };
 
 enum class State : int32_t { idle = 0, waiting = 1, streaming = 2, routing = 3, queue = 4, done = 5 };
 
-constexpr int32_t ABI_VERSION = 2;
+constexpr int32_t ABI_VERSION = 3;
 constexpr int32_t APPENDS = 1;
 constexpr int PARTIAL_STATS = 4;
 
@@ -75,7 +76,7 @@ struct Args {
   int64_t shared;  // moe_combine: output of the shared experts, bytes into `work`
   int32_t cols;  // row length of the matrices, or elements that a small op works on
   int32_t input_kind;  // an Input: take it as it is, norm it, or merge the chunks of attention
-  int32_t out_kind;  // an Out
+  int32_t out_kind;  // an Out; logits are fp32, too, and go to the trace as well
   int32_t head_rows;  // rows for each head where heads have an input of their own; else 0
   int32_t head_stride;  // elements from one head's input to the next one's; merge: width of a head's output
   int32_t chunks;  // chunks of positions that a merge merges, or splits that a reduction adds

@@ -7,27 +7,29 @@ namespace mk {
 
 // All consumers: out[0 .. width) = norm(x) * weight, a multiple of 8. `out` is complete after the next consumer_sync.
 // x is read once: where it comes from is far away.
-MK_DEVICE void norm(Shared& sh, const bf16* x, const bf16* weight, int width, float eps, bf16* out) {
+MK_CALL void norm(const bf16* x, const bf16* weight, int width, float eps, bf16* out) {
   float squares = 0;
   Vec16 first = {};  // of the weights, which come from as far as x
-  if (thread() < width / 8) first = ((const Vec16*)weight)[thread()];
+  if (thread() < width / 8) first = load_vector(weight + 8 * thread());
+  MK_UNROLL(1)
   for (int i = thread(); i < width / 8; i += CONSUMERS) {
     Vec16 values = fresh((const Vec16*)x + i);
-    ((Vec16*)out)[i] = values;
+    store_vector(out + 8 * i, values);
     for (int j = 0; j < 4; ++j) {
       squares = fmaf(low_half(values.word[j]), low_half(values.word[j]), squares);
       squares = fmaf(high_half(values.word[j]), high_half(values.word[j]), squares);
     }
   }
-  float scale = 1.0f / sqrtf(consumer_sum(sh, squares) / width + eps);
+  float scale = 1.0f / sqrtf(consumer_sum(squares) / width + eps);
+  MK_UNROLL(1)
   for (int i = thread(); i < width / 8; i += CONSUMERS) {
-    Vec16 values = ((const Vec16*)out)[i], weights = i == thread() ? first : ((const Vec16*)weight)[i];
+    Vec16 values = load_vector(out + 8 * i), weights = i == thread() ? first : load_vector(weight + 8 * i);
     for (int j = 0; j < 4; ++j) {
       float low = low_half(weights.word[j]) * rounded(low_half(values.word[j]) * scale);
       float high = high_half(weights.word[j]) * rounded(high_half(values.word[j]) * scale);
       values.word[j] = (uint32_t)to_bf16(low) | (uint32_t)to_bf16(high) << 16;
     }
-    ((Vec16*)out)[i] = values;
+    store_vector(out + 8 * i, values);
   }
 }
 
@@ -38,16 +40,18 @@ MK_DEVICE uint32_t rotated_pair(uint32_t pair, float cosine, float sine) {
 }
 
 // The element at `index` of x, rotated by the angle of this position.
-MK_DEVICE bf16 rotated(const Params& p, const bf16* x, int index, int position) {
+MK_CALL bf16 rotated(const bf16* x, int index, int position) {
+  const Params& p = shared().params;
   const float* angle = (const float*)p.rotary + (int64_t)position * p.rope + (index & ~1);
   uint32_t pair = rotated_pair(fresh((const uint32_t*)(x + (index & ~1))), angle[0], angle[1]);
   return (bf16)(index & 1 ? pair >> 16 : pair & 0xffffu);
 }
 
 // The eight elements from `index` on, likewise.
-MK_DEVICE Vec16 rotated_vector(const Params& p, const bf16* x, int index, int position) {
-  const Vec16* angles = (const Vec16*)((const float*)p.rotary + (int64_t)position * p.rope + index);
-  Vec16 values = fresh((const Vec16*)(x + index)), first = angles[0], second = angles[1];
+MK_CALL Vec16 rotated_vector(const bf16* x, int index, int position) {
+  const Params& p = shared().params;
+  const float* angles = (const float*)p.rotary + (int64_t)position * p.rope + index;
+  Vec16 values = fresh((const Vec16*)(x + index)), first = load_vector(angles), second = load_vector(angles + 4);
   for (int j = 0; j < 4; ++j) {
     const Vec16& own = j < 2 ? first : second;
     values.word[j] = rotated_pair(values.word[j], bits_to_float(own.word[j % 2 * 2]), bits_to_float(own.word[j % 2 * 2 + 1]));

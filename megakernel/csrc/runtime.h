@@ -18,6 +18,7 @@
 #include "ops/mla_prep.h"
 #include "ops/moe_combine.h"
 #include "ops/moe_gate_topk.h"
+#include "ops/moe_topk.h"
 #include "ops/rms_norm.h"
 #include "ops/splitk_reduce.h"
 
@@ -28,29 +29,42 @@ namespace mk {
 struct Next {
   int32_t task;  // -1: there are no more
   int32_t iteration;
+  uint32_t word;  // the lane's word of the task's record
 };
 
 // Where a worker gets its tasks from: its own list, or the queue of ready tasks.
 struct Source {
+  static_assert(sizeof(Task) <= 4 * WAVE, "a word for each lane");
   const Params& p;
-  Shared& sh;
-  int32_t iteration, entry;
+  int32_t first, count, entry, iteration;
+  Next ahead;  // of the list: on its way from memory while the producer is busy with the one before
 
-  MK_DEVICE Source(const Params& p, Shared& sh) : p(p), sh(sh), iteration(0), entry(0) {}
+  MK_DEVICE explicit Source(const Params& p) : p(p), first(0), count(0), entry(0), iteration(0), ahead{-1, 0, 0} {
+    if (p.dynamic) return;
+    const int32_t* firsts = (const int32_t*)p.list_first + block();
+    first = firsts[0];
+    count = firsts[1] - first;
+    look_ahead();
+  }
 
   // False if the launch was given up.
-  MK_DEVICE bool take(Next* next) { return p.dynamic ? from_queue(next) : from_list(next); }
-
-  MK_DEVICE bool from_list(Next* next) {
-    const int32_t* first = (const int32_t*)p.list_first + block();
-    int32_t count = first[1] - first[0];
-    if (count == 0 || iteration == p.iterations) {
-      *next = Next{-1, iteration};
-      return true;
-    }
-    *next = Next{((const int32_t*)p.lists)[first[0] + entry], iteration};
-    if (++entry == count) entry = 0, ++iteration;
+  MK_DEVICE bool take(Next* next) {
+    if (p.dynamic) return from_queue(next);
+    *next = ahead;
+    look_ahead();
     return true;
+  }
+
+  MK_DEVICE uint32_t word_of(int32_t task) const {
+    return lane() < (int)(sizeof(Task) / 4) ? ((const uint32_t*)((const Task*)p.tasks + task))[lane()] : 0;
+  }
+
+  MK_DEVICE void look_ahead() {
+    ahead = Next{-1, iteration, 0};
+    if (count == 0 || iteration == p.iterations) return;
+    ahead.task = ((const int32_t*)p.lists)[first + entry];
+    ahead.word = word_of(ahead.task);
+    if (++entry == count) entry = 0, ++iteration;
   }
 
   MK_DEVICE bool from_queue(Next* next) {
@@ -60,7 +74,7 @@ struct Source {
       at = (int32_t)(ticket / (uint32_t)p.num_tasks);
       if (at < p.iterations) {
         const uint64_t* slot = (const uint64_t*)p.queue + ticket % (uint32_t)p.num_tasks;
-        Spin spin(p, sh);
+        Spin spin;
         uint64_t word;
         while ((word = load_acquire(slot)) >> 32 != (uint64_t)at + 1)
           if (!spin.again()) {
@@ -70,40 +84,77 @@ struct Source {
         task = (int32_t)(uint32_t)word;
       }
     }
-    *next = Next{shuffle_first(task), shuffle_first(at)};
+    *next = Next{shuffle_first(task), shuffle_first(at), 0};
+    if (next->task >= 0) next->word = word_of(next->task);
     return shuffle_first(alive);
   }
 };
 
 // Brings a stream into the ring. False if the launch was given up.
-MK_DEVICE bool feed(const Params& p, Shared& sh, const Stream& s, uint32_t* pieces) {
-  for (int i = 0; i < s.count; ++i, ++*pieces) {
-    uint32_t stage = *pieces % STAGES;
-    if (!wave_gate_wait(p, sh, &sh.empty[stage], *pieces / STAGES + 1)) return false;
+MK_DEVICE bool feed(const Stream& s, uint32_t* pieces) {
+  Shared& sh = shared();
+  const uint32_t before = *pieces;
+  *pieces += s.count;
+  if (LANES_COPY) {
+    // a lane for each stage: it takes some hundred cycles to begin a piece, and this way many begin at once
+    int own = lane() < STAGES ? lane() : s.count;
+    Spin spin;
+    while (wave_any(own < s.count)) {
+      bool begun = false;
+      if (own < s.count) {
+        uint32_t piece = before + own, stage = piece % STAGES;
+        begun = gate_test(&sh.empty[stage], (int)((piece / STAGES + 1) & 1u));
+        if (begun) {
+          fetch(s, piece_of(s, own), sh.ring[stage], &sh.full[stage]);
+          own += STAGES;
+        }
+      }
+      if (wave_any(begun)) continue;
+      rest();
+      int alive = 1;
+      if (lane() == 0) alive = spin.again();
+      if (!shuffle_first(alive)) return false;
+    }
+    return true;
+  }
+  MK_UNROLL(1)
+  for (int i = 0; i < s.count; ++i) {
+    uint32_t piece = before + i, stage = piece % STAGES;
+    if (!wave_gate_wait(&sh.empty[stage], piece / STAGES + 1)) return false;
     fetch(s, piece_of(s, i), sh.ring[stage], &sh.full[stage]);
   }
   return true;
 }
 
-MK_DEVICE void produce(const Params& p, Shared& sh) {
-  Source source(p, sh);
+MK_DEVICE void produce(const Params& p) {
+  Shared& sh = shared();
+  Source source(p);
   uint32_t pieces = 0;
   State state = State::done;
   int32_t task_number = -1;
   for (uint32_t n = 0;; ++n) {
     const uint32_t slot = n % AHEAD, round = n / AHEAD;
     state = State::waiting;
-    if (!wave_gate_wait(p, sh, &sh.finished[slot], round + 1)) break;
+    if (!wave_gate_wait(&sh.finished[slot], round + 1)) break;
     Next next;
     state = State::queue;
     if (!source.take(&next)) break;
     task_number = next.task;
     if (next.task >= 0) {
-      const Task* task = (const Task*)p.tasks + next.task;
-      const uint32_t* words = (const uint32_t*)task;
-      for (int i = lane(); i < (int)(sizeof(Task) / 4); i += WAVE) ((uint32_t*)&sh.task[slot])[i] = words[i];
-      words = (const uint32_t*)((const Args*)p.args + task->args);
+      if (lane() < (int)(sizeof(Task) / 4)) ((uint32_t*)&sh.task[slot])[lane()] = next.word;
+      wave_sync();
+      const Task& task = sh.task[slot];
+      const uint32_t* words = (const uint32_t*)((const Args*)p.args + task.args);
       for (int i = lane(); i < (int)(sizeof(Args) / 4); i += WAVE) ((uint32_t*)&sh.args[slot])[i] = words[i];
+      // the consumers would wait for these: they are far away, and it is late when they need them
+      const int own = lane() - HELD;
+      if (lane() < HELD && lane() < task.wait_count) {
+        int event = ((const int32_t*)p.waits)[task.wait_first + lane()];
+        sh.waits[slot][lane()] = event;
+        sh.thresholds[slot][lane()] = (int32_t)threshold_of(p, event, next.iteration);
+      } else if (own >= 0 && own < HELD && own < task.trigger_count) {
+        sh.triggers[slot][own] = ((const int32_t*)p.triggers)[task.trigger_first + own];
+      }
     }
     if (lane() == 0) {
       sh.number[slot] = next.task;
@@ -118,35 +169,39 @@ MK_DEVICE void produce(const Params& p, Shared& sh) {
     const Task& task = sh.task[slot];
     const Args& args = sh.args[slot];
     state = State::streaming;
+    // one place that feeds, so that its loop has all it needs in registers
+    Stream stream, second;
+    second.count = 0;
     if ((Code)task.code == Code::attn_chunk) {
       CacheStreams cache = cache_streams(p, task, args, next.iteration);
       if (!cache.fit()) continue;
       // rows that this launch has written are complete when the iteration before this one has ended
-      int ended = 1;
       if (next.iteration > 0) {
         state = State::waiting;
-        if (lane() == 0) ended = event_wait(p, sh, p.launch_event, next.iteration, nullptr);
-        ended = shuffle_first(ended);
-        wave_sync();
+        if (!wave_event_wait(p.launch_event, next.iteration)) break;
         copies_after_stores();
-        state = State::streaming;
       }
-      if (!ended || !feed(p, sh, cache.rows, &pieces) || !feed(p, sh, cache.turned, &pieces)) break;
-      continue;
+      stream = cache.rows;
+      second = cache.turned;
+    } else {
+      if (!streams(task)) continue;
+      if (task.route_event >= 0) {
+        state = State::routing;
+        if (!wave_event_wait(task.route_event, next.iteration)) break;
+      }
+      int expert = expert_of(p, task, args);
+      if (expert < 0) continue;
+      stream = stream_of(p, task, args, expert);
     }
-    if (!streams(task)) continue;
-    int alive = 1;
-    if (task.route_event >= 0) {
-      state = State::routing;
-      if (lane() == 0) alive = event_wait(p, sh, task.route_event, next.iteration, nullptr);
-      alive = shuffle_first(alive);
-      wave_sync();  // what lane 0 has acquired is there for all lanes
-    }
-    if (!alive) break;
-    int expert = expert_of(p, task, args);
-    if (expert < 0) continue;
     state = State::streaming;
-    if (!feed(p, sh, stream_of(p, task, args, expert), &pieces)) break;
+    bool fed = true;
+    MK_UNROLL(1)
+    while (fed && stream.count) {
+      fed = feed(stream, &pieces);
+      stream = second;
+      second.count = 0;
+    }
+    if (!fed) break;
   }
   if (lane() == 0) {
     dump_of(p)->producer_state = (int32_t)state;
@@ -160,39 +215,44 @@ MK_DEVICE void produce(const Params& p, Shared& sh) {
 
 // ----------------------------------------------------------------------------------------------------------- consumers
 
-// The ops that multiply share one product, whose code is by far the largest; what they do with its rows is theirs.
-MK_DEVICE void execute(Consumer& c, const Task& task, const Args& args) {
+// The ops that multiply share one product; what they do with its rows is theirs.
+MK_DEVICE void execute(Consumer& c, int slot) {
+  const Task& task = shared().task[slot];
+  const Args& args = shared().args[slot];
   if (streams(task)) {
-    int expert = expert_of(c.p, task, args);
-    if (expert < 0) return;
-    Stream s = stream_of(c.p, task, args, expert);
+    const Params& p = shared().params;
+    // where its weights are concerns the producer
+    if ((By)task.by == By::expert && expert_of(p, task, args) < 0) return;
+    Stream s = stream_of(p, task, args, 0);
     product(c, task, args, s);
     switch ((Code)task.code) {
-      case Code::gemv: gemv(c, task, args, s); break;
-      case Code::gemv_res: gemv_res(c, task, args, s); break;
-      case Code::gemv_silu: gemv_silu(c, task, args, s); break;
-      case Code::gemv_splitk: gemv_splitk(c, task, args, s); break;
-      case Code::moe_gate_topk: moe_gate_topk(c, task, args, s); break;
+      case Code::gemv: gemv(task, args, s, c.iteration); break;
+      case Code::gemv_res: gemv_res(task, args, s); break;
+      case Code::gemv_silu: gemv_silu(task, args, s); break;
+      case Code::gemv_splitk: gemv_splitk(task, args, s); break;
+      case Code::moe_gate_topk: moe_gate_topk(args, s); break;
       default: break;
     }
     return;
   }
   switch ((Code)task.code) {
-    case Code::embedding: embedding(c, task, args); break;
-    case Code::rms_norm: rms_norm(c, task, args); break;
-    case Code::splitk_reduce: splitk_reduce(c, task, args); break;
-    case Code::mla_prep: mla_prep(c, task, args); break;
-    case Code::attn_chunk: attn_chunk(c, task, args); break;
-    case Code::attn_merge: attn_merge(c, task, args); break;
-    case Code::moe_combine: moe_combine(c, task, args); break;
-    case Code::argmax_partial: argmax_partial(c, task, args); break;
-    case Code::argmax_reduce: argmax_reduce(c, task, args); break;
+    case Code::embedding: embedding(slot, c.iteration); break;
+    case Code::rms_norm: rms_norm(slot); break;
+    case Code::splitk_reduce: splitk_reduce(slot); break;
+    case Code::mla_prep: mla_prep(slot, c.iteration); break;
+    case Code::attn_chunk: c.pieces += attn_chunk(slot, c.iteration, c.pieces); break;
+    case Code::attn_merge: attn_merge(slot); break;
+    case Code::moe_topk: moe_topk(slot); break;
+    case Code::moe_combine: moe_combine(slot); break;
+    case Code::argmax_partial: argmax_partial(slot, c.iteration); break;
+    case Code::argmax_reduce: argmax_reduce(slot, c.iteration); break;
     default: break;
   }
 }
 
 // By one thread: one more producer of an event is done. Notes the events that have fired by that.
-MK_DEVICE void count_up(const Params& p, Shared& sh, int event, int iteration) {
+MK_DEVICE void count_up(const Params& p, int event, int iteration) {
+  Shared& sh = shared();
   uint32_t now = add_acq_rel((uint32_t*)p.counters + event, 1) + 1;
   if (p.dynamic && now == threshold_of(p, event, iteration)) {
     sh.fired[sh.fired_count % 8] = event;
@@ -201,8 +261,10 @@ MK_DEVICE void count_up(const Params& p, Shared& sh, int event, int iteration) {
 }
 
 // All consumers: puts the tasks that waited for nothing but this event into the queue.
-MK_DEVICE void put_ready(const Params& p, int event, int iteration) {
+MK_CALL void put_ready(int event, int iteration) {
+  const Params& p = shared().params;
   const int32_t* first = (const int32_t*)p.consumer_first + event;
+  MK_UNROLL(1)
   for (int i = first[0] + thread(); i < first[1]; i += CONSUMERS) {
     int32_t task = ((const int32_t*)p.consumers)[i];
     uint32_t needed = (uint32_t)((const Task*)p.tasks)[task].wait_count * (uint32_t)(iteration + 1);
@@ -215,21 +277,23 @@ MK_DEVICE void put_ready(const Params& p, int event, int iteration) {
 
 // All consumers meet here and get the same answer, though `dead` may change at any time. Three places in a row use a
 // flag each: one is written again only when everybody has left the place after the one that read it.
-MK_DEVICE bool given_up(Shared& sh, int place) {
+MK_DEVICE bool given_up(int place) {
+  Shared& sh = shared();
   if (thread() == 0) sh.stop[place] = sh.dead;
   consumer_sync();
   return sh.stop[place];
 }
 
-MK_DEVICE void consume(const Params& p, Shared& sh) {
-  Consumer c = {p, sh, 0, 0};
+MK_DEVICE void consume(const Params& p) {
+  Shared& sh = shared();
+  Consumer c = {0, 0};
   State state = State::idle;
   int32_t number = -1;
   for (uint32_t n = 0;; ++n) {
     const uint32_t slot = n % AHEAD;
     state = State::queue;
-    gate_wait(p, sh, &sh.announced[slot], n / AHEAD);
-    if (given_up(sh, 0)) break;
+    gate_wait(&sh.announced[slot], n / AHEAD);
+    if (given_up(0)) break;
     number = sh.number[slot];
     if (number < 0) {
       state = State::done;
@@ -244,28 +308,33 @@ MK_DEVICE void consume(const Params& p, Shared& sh) {
     c.iteration = sh.iteration[slot];
     state = State::waiting;
     if (thread() == 0) {
-      const int32_t* waits = (const int32_t*)p.waits + task.wait_first;
-      for (int i = 0; i < task.wait_count; ++i)
-        if (!event_wait(p, sh, waits[i], c.iteration, dump_of(p))) break;
+      MK_UNROLL(1)
+      for (int i = 0; i < task.wait_count; ++i) {
+        int event = i < HELD ? sh.waits[slot][i] : ((const int32_t*)p.waits)[task.wait_first + i];
+        uint32_t threshold = i < HELD ? (uint32_t)sh.thresholds[slot][i] : threshold_of(p, event, c.iteration);
+        if (!event_wait(event, threshold, dump_of(p))) break;
+      }
     }
-    if (given_up(sh, 1)) break;
+    if (given_up(1)) break;
     if (line) line[2] = nanoseconds();
     state = State::streaming;
-    execute(c, task, sh.args[slot]);
-    if (given_up(sh, 2)) break;
+    execute(c, slot);
+    if (given_up(2)) break;
     if (line) line[3] = nanoseconds();
     if (thread() == 0) {
       sh.fired_count = 0;
-      const int32_t* triggers = (const int32_t*)p.triggers + task.trigger_first;
-      for (int i = 0; i < task.trigger_count; ++i) count_up(p, sh, triggers[i], c.iteration);
+      MK_UNROLL(1)
+      for (int i = 0; i < task.trigger_count; ++i)
+        count_up(p, i < HELD ? sh.triggers[slot][i] : ((const int32_t*)p.triggers)[task.trigger_first + i], c.iteration);
       if ((Code)task.code == Code::terminate && c.iteration + 1 < p.iterations)
-        count_up(p, sh, p.launch_event, c.iteration + 1);
+        count_up(p, p.launch_event, c.iteration + 1);
     }
     if (p.dynamic) {
       consumer_sync();
+      MK_UNROLL(1)
       for (int i = 0; i < sh.fired_count; ++i) {
         bool begins = (Code)task.code == Code::terminate && sh.fired[i] == p.launch_event;
-        put_ready(p, sh.fired[i], c.iteration + begins);
+        put_ready(sh.fired[i], c.iteration + begins);
       }
       consumer_sync();
     }
@@ -279,8 +348,10 @@ MK_DEVICE void consume(const Params& p, Shared& sh) {
   }
 }
 
-MK_DEVICE void work(const Params& p, Shared& sh) {
+MK_DEVICE void work(const Params& p) {
+  Shared& sh = shared();
   if (thread() == 0) {
+    sh.params = p;
     for (int i = 0; i < STAGES; ++i) {
       gate_init(&sh.full[i], 1);
       gate_init(&sh.empty[i], TEAM_WAVES);
@@ -296,9 +367,9 @@ MK_DEVICE void work(const Params& p, Shared& sh) {
   }
   block_sync();
   if (producing())
-    produce(p, sh);
+    produce(p);
   else
-    consume(p, sh);
+    consume(p);
 }
 
 }  // namespace mk

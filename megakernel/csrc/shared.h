@@ -9,7 +9,10 @@ constexpr int TEAM_WAVES = CONSUMER_WAVES / TEAMS;
 constexpr int CONSUMERS = CONSUMER_WAVES * WAVE;
 constexpr int AHEAD = 8;  // tasks that the producer may have begun before the consumers are done with the first
 
+constexpr int HELD = 4;   // events of a task that the producer looks up for the consumers
+
 static_assert(CONSUMER_WAVES % TEAMS == 0, "every team has as many waves");
+static_assert(STAGES <= WAVE, "a lane of the producer for each stage");
 static_assert(STAGES % TEAMS == 0, "a stage always belongs to the same team, or its phases would be missed");
 static_assert((TEAM_WAVES & (TEAM_WAVES - 1)) == 0, "gates count phases in powers of two");
 static_assert(STAGE_BYTES % 128 == 0, "stages are aligned");
@@ -29,6 +32,7 @@ struct Shared {
   Args args[AHEAD];
   int32_t number[AHEAD];     // of the task, -1: the launch is over
   int32_t iteration[AHEAD];
+  int32_t waits[AHEAD][HELD], thresholds[AHEAD][HELD], triggers[AHEAD][HELD];  // the first events of each task
   alignas(16) bf16 x[X_ITEMS];  // input of a matrix product
   MK_GUARD(x_guard)
   alignas(16) float slots[SLOTS];  // its sums, by row and piece of the row
@@ -42,7 +46,11 @@ struct Shared {
   int32_t fired_count;
   uint32_t dead;     // the launch was given up; what is computed from here on is not used
   uint32_t stop[3];  // `dead`, as the consumers agreed on it
+  Params params;     // of the launch
 };
+
+// A function of its own, so that functions that are called know where it is without being told.
+MK_DEVICE Shared& shared() { MK_SHARED; }
 
 static_assert(sizeof(Shared) <= SHARED_LIMIT, "a block has no more shared memory: fewer or smaller stages");
 
@@ -63,7 +71,8 @@ MK_DEVICE float wave_max(float value) {
 }
 
 // Of all consumers; they all call it and all get it.
-MK_DEVICE float consumer_sum(Shared& sh, float value) {
+MK_DEVICE float consumer_sum(float value) {
+  Shared& sh = shared();
   value = wave_sum(value);
   if (lane() == 0) sh.floats[wave()] = value;
   consumer_sync();

@@ -48,12 +48,15 @@ MK_DEVICE int expert_of(const Params& p, const Task& task, const Args& args) {
   return -1;
 }
 
-// Cuts rows of `cols` elements, of which `s` has the place and the number, into pieces.
-MK_DEVICE Stream cut(Stream s) {
+// Cuts rows of `cols` elements, of which `s` has the place and the number, into pieces. Few rows are cut into one for
+// each of `teams` at least.
+MK_DEVICE Stream cut(Stream s, int teams) {
   constexpr int ITEMS = STAGE_BYTES / 2;
   s.piece = s.cols < ITEMS ? s.cols : ITEMS;
   s.pieces = (s.cols + s.piece - 1) / s.piece;
+  const int share = (s.total_rows() + teams - 1) / teams;
   s.at_once = s.pieces > 1 ? 1 : ITEMS / s.cols;
+  if (s.at_once > share) s.at_once = share > 0 ? share : 1;
   s.parts = s.pieces * (s.at_once < TEAM_WAVES ? TEAM_WAVES : 1);
   s.count = (s.total_rows() + s.at_once - 1) / s.at_once * s.pieces;
   return s;
@@ -71,7 +74,7 @@ MK_DEVICE Stream stream_of(const Params& p, const Task& task, const Args& args, 
   int64_t offset = expert * args.matrix_bytes + 2 * ((int64_t)first * s.pitch + (split ? task.chunk[0] : 0));
   s.matrix = (const unsigned char*)p.weights + args.weight + offset;
   s.matrix2 = (const unsigned char*)p.weights + args.weight2 + offset;
-  return cut(s);
+  return cut(s, TEAMS);
 }
 
 // What a task of attention reads of the cache: keys and values (or latents with rotated keys), and rotated keys that lie
@@ -100,26 +103,27 @@ MK_DEVICE CacheStreams cache_streams(const Params& p, const Task& task, const Ar
   s.turned.pitch = s.turned.cols = p.rope;
   s.turned.matrix = (const unsigned char*)p.cache + args.rope_cache + 2 * (int64_t)begin * p.rope;
   if (absorbed) s.turned.rows = 0;
-  s.rows = cut(s.rows);
-  s.turned = cut(s.turned);
+  s.rows = cut(s.rows, 1);
+  s.turned = cut(s.turned, 1);
   return s;
 }
 
 MK_DEVICE Piece piece_of(const Stream& s, int number) {
   Piece piece;
-  piece.row = number / s.pieces * s.at_once;
+  const int line = s.pieces == 1 ? number : number / s.pieces;  // a division takes as long as much of the rest
+  piece.row = line * s.at_once;
   piece.rows = s.total_rows() - piece.row < s.at_once ? s.total_rows() - piece.row : s.at_once;
-  piece.col = number % s.pieces * s.piece;
+  piece.col = (number - line * s.pieces) * s.piece;
   piece.cols = s.cols - piece.col < s.piece ? s.cols - piece.col : s.piece;
   return piece;
 }
 
 // Where a row lies in the ring, if rows are whole and the first piece of its stream was number `base`.
-MK_DEVICE const bf16* in_ring(const Shared& sh, const Stream& s, uint32_t base, int row) {
-  return (const bf16*)sh.ring[(base + (uint32_t)(row / s.at_once)) % STAGES] + row % s.at_once * s.cols;
+MK_DEVICE const bf16* in_ring(const Stream& s, uint32_t base, int row) {
+  return (const bf16*)shared().ring[(base + (uint32_t)(row / s.at_once)) % STAGES] + row % s.at_once * s.cols;
 }
 
-// By the producer wave: starts the copies of a piece. Rows that follow each other in memory are one copy.
+// By the producer: starts the copies of a piece. Rows that follow each other in memory are one copy.
 MK_DEVICE void fetch(const Stream& s, const Piece& piece, unsigned char* stage, Gate* full) {
   int bytes = 2 * piece.cols;
   gate_expect(full, piece.rows * bytes);

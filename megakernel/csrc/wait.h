@@ -7,18 +7,16 @@
 namespace mk {
 
 struct Spin {
-  const Params& p;
-  Shared& sh;
   int64_t left;
 
-  MK_DEVICE Spin(const Params& p, Shared& sh) : p(p), sh(sh), left(p.spin_budget) {}
+  MK_DEVICE Spin() : left(shared().params.spin_budget) {}
 
   // After an unsuccessful poll: whether to go on. All workers read the flag, so each looks at it only now and then.
   MK_DEVICE bool again() {
-    uint32_t* abort = (uint32_t*)p.abort;
+    uint32_t* abort = (uint32_t*)shared().params.abort;
     if (left-- <= 0) store_relaxed(abort, 1);
     if (left < 0 || ((left & 255) == 0 && load_relaxed(abort))) {
-      sh.dead = 1;
+      shared().dead = 1;
       return false;
     }
     pause();
@@ -26,12 +24,16 @@ struct Spin {
   }
 };
 
-// False if the launch was given up.
-MK_DEVICE bool gate_wait(const Params& p, Shared& sh, Gate* gate, uint32_t phase) {
-  Spin spin(p, sh);
+MK_CALL bool gate_wait_long(Gate* gate, uint32_t phase) {
+  Spin spin;
   while (!gate_try_wait(gate, (int)(phase & 1u)))
     if (!spin.again()) return false;
   return true;
+}
+
+// False if the launch was given up.
+MK_DEVICE bool gate_wait(Gate* gate, uint32_t phase) {
+  return gate_try_wait(gate, (int)(phase & 1u)) || gate_wait_long(gate, phase);
 }
 
 MK_DEVICE uint32_t threshold_of(const Params& p, int event, int iteration) {
@@ -41,18 +43,17 @@ MK_DEVICE uint32_t threshold_of(const Params& p, int event, int iteration) {
 MK_DEVICE Dump* dump_of(const Params& p) { return (Dump*)p.dump + block(); }
 
 // All of a wave wait, and all get the same answer.
-MK_DEVICE bool wave_gate_wait(const Params& p, Shared& sh, Gate* gate, uint32_t phase) {
+MK_DEVICE bool wave_gate_wait(Gate* gate, uint32_t phase) {
   int alive = 1;
-  if (lane() == 0) alive = gate_wait(p, sh, gate, phase);
+  if (lane() == 0) alive = gate_wait(gate, phase);
   return shuffle_first(alive);
 }
 
-// By one thread: returns when the event has fired often enough, with everything written before it visible to this
+// By one thread: returns when the event was counted up as often as that, with everything written before it visible to this
 // thread. False if the launch was given up; `dump` takes what was waited for, unless it is null.
-MK_DEVICE bool event_wait(const Params& p, Shared& sh, int event, int iteration, Dump* dump) {
-  const uint32_t* counter = (const uint32_t*)p.counters + event;
-  uint32_t threshold = threshold_of(p, event, iteration);
-  Spin spin(p, sh);
+MK_CALL bool event_wait(int event, uint32_t threshold, Dump* dump) {
+  const uint32_t* counter = (const uint32_t*)shared().params.counters + event;
+  Spin spin;
   while ((int32_t)(load_acquire(counter) - threshold) < 0)  // a relaxed poll would need an acquire after it, as far away
     if (!spin.again()) {
       if (!dump) return false;
@@ -62,6 +63,15 @@ MK_DEVICE bool event_wait(const Params& p, Shared& sh, int event, int iteration,
       return false;
     }
   return true;
+}
+
+// By one thread likewise, of a wave that gets the same answer.
+MK_DEVICE bool wave_event_wait(int event, int iteration) {
+  int alive = 1;
+  if (lane() == 0) alive = event_wait(event, threshold_of(shared().params, event, iteration), nullptr);
+  alive = shuffle_first(alive);
+  wave_sync();  // what lane 0 has acquired is there for all lanes
+  return alive;
 }
 
 }  // namespace mk

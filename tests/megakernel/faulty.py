@@ -39,7 +39,7 @@ def scale(machine, task, position, factor=1.5):
 
 
 def choose(ranks):
-    """A spoil of MOE_GATE_TOPK: the experts of these ranks (0: most likely), with their own probabilities."""
+    """A spoil of MOE_GATE_TOPK or MOE_TOPK: the experts of these ranks (0: most likely) with their probabilities."""
 
     def spoil(machine, task, position):
         routing = machine.memory.routing(machine.memory.graph.ops[task.op].layer)

@@ -115,9 +115,43 @@ def test_hops(mi300x):
 def test_absorbed_ops():
     names = [op.name for op in build(TINY, PRESETS["h200"]).ops if op.layer == 1]
     assert names == [
-        *("Q_PROJ", "KVA_PROJ", "ABSORB_Q", "ATTN_CHUNK", "ABSORB_OUT", "O_PROJ_RESIDUAL", "MOE_GATE_TOPK"),
+        *("Q_PROJ", "KVA_PROJ", "ABSORB_Q", "ATTN_CHUNK", "ABSORB_OUT", "O_PROJ_RESIDUAL", "MOE_GATE", "MOE_TOPK"),
         *("EXPERT_W13_SHARED", "EXPERT_W2_SHARED", "EXPERT_W13_SILU", "EXPERT_W2", "MOE_COMBINE_RESIDUAL"),
     ]
+
+
+@pytest.mark.parametrize("rows, tasks", [(63, [63, 1]), (24, [24, 24, 16]), (4, [4] * 16), (1, [1] * 64)])
+def test_a_router_of_several_tasks(rows, tasks, mi300x):
+    graph = published(router_rows=rows)
+    sizes = len(graph.ops), len(graph.events), len(graph.tasks)
+    assert sizes == (298 + 26, 347 + 26, 20494 + 26 * len(tasks))
+    by_type, before = graph.tasks_by_type(), mi300x.tasks_by_type()
+    assert "moe_gate_topk" not in by_type and by_type["moe_topk"] == 26
+    assert by_type["gemv_bf16"] == before["gemv_bf16"] + 26 * len(tasks)
+    for layer in range(1, 27):
+        ops = {op.name: op for op in graph.ops if op.layer == layer}
+        gate = ops["MOE_GATE"]
+        assert [graph.tasks[task].rows[1] - graph.tasks[task].rows[0] for task in gate.tasks] == tasks
+        assert graph.router(layer) == ops["MOE_TOPK"] and len(ops["MOE_TOPK"].tasks) == 1
+        waits = {name: {graph.ops[before].name for before in graph.predecessors[op.index]} for name, op in ops.items()}
+        assert waits["MOE_GATE"] == waits["EXPERT_W13_SHARED"] == {"O_PROJ_RESIDUAL"}
+        assert waits["MOE_TOPK"] == {"MOE_GATE"} and waits["EXPERT_W13_SILU"] == {"MOE_TOPK"}
+        assert waits["EXPERT_W2_SHARED"] == {"EXPERT_W13_SHARED"}
+
+
+def test_a_router_of_one_task(mi300x):
+    for rows in (64, 65, 1000):
+        graph = published(router_rows=rows)
+        assert (graph.tasks, graph.events) == (mi300x.tasks, mi300x.events)
+    assert mi300x.router(1).name == "MOE_GATE_TOPK"
+    for layer in (0, 27):
+        with pytest.raises(KeyError, match=f"no router in layer {layer}"):
+            mi300x.router(layer)
+
+
+def test_size_of_the_graph_for_an_h200():
+    graph = build(V2_LITE, PRESETS["h200"])
+    assert (len(graph.ops), len(graph.events), len(graph.tasks)) == (351, 400, 35031)
 
 
 # -------------------------------------------------------------------------------------------------- any graph is sound
@@ -342,4 +376,4 @@ def test_module_runs():
     command = [sys.executable, "-m", "megakernel.graph", "--model", "tiny", "--preset", "h200"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0 and not done.stderr
-    assert done.stdout.splitlines()[-1] == f"total,,37,{len(build(TINY, PRESETS['h200']).tasks)},"
+    assert done.stdout.splitlines()[-1] == f"total,,39,{len(build(TINY, PRESETS['h200']).tasks)},"

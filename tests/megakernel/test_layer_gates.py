@@ -89,8 +89,7 @@ def rerouted(weights, ranks, token, tie=False):
         gate[order[3]] = gate[order[2]]
         weights = dict(weights, **{name: gate})
         memory.tensor(f"layers.{FIRST}.mlp.gate").copy_(gate)
-    op = op_of(table, "MOE_GATE_TOPK", FIRST)
-    Faulty(table, memory, op, choose(ranks)).run(iterations=1, position=2, forced=text[2:])
+    Faulty(table, memory, table.graph.router(FIRST), choose(ranks)).run(iterations=1, position=2, forced=text[2:])
     return layer_gates.compare(memory, text[2], 2, weights=weights)
 
 

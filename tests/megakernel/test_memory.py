@@ -24,7 +24,9 @@ def memory_of(weights, **changes):
     return Memory.of(pack(build(TINY, Knobs(**{**SMALL, **changes}))), weights)
 
 
-@pytest.mark.parametrize("changes", [*VARIANTS[:14], dict(experts="slots", split_shared=False)], ids=str)
+@pytest.mark.parametrize(
+    "changes", [*VARIANTS[:14], dict(experts="slots", split_shared=False), dict(router_rows=3)], ids=str
+)
 def test_views_are_the_tensors_and_nothing_else(changes, weights):
     memory = memory_of(weights, **changes)
     arenas = {"matrix": "weights", "vector": "weights", "cache": "cache", "activation": "work"}
@@ -36,6 +38,11 @@ def test_views_are_the_tensors_and_nothing_else(changes, weights):
         size = view.numel() * view.itemsize
         assert view.is_contiguous() and start >= 0 and start + size <= len(arena)
         expected = bytes_of(TINY, tensor)
+        if name.endswith("mlp.router_logits"):  # a part of the routing that has a name of its own
+            logits = memory.routing(int(name.split(".")[1])).logits
+            assert (view.data_ptr(), view.shape, view.dtype) == (logits.data_ptr(), logits.shape, logits.dtype)
+            assert size == expected
+            continue
         if name.endswith("mlp.routing"):
             routing = memory.routing(int(name.split(".")[1]))
             assert routing.logits.data_ptr() == view.data_ptr() + size

@@ -18,7 +18,12 @@ from megakernel.table import pack
 
 PROMPT = torch.randint(TINY.vocab_size, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 UNFOLDED = dict(SMALL, fold_norm=False, fold_merge=False, fold_mla_prep=False, splits=3)
-SPOILS = {"MOE_GATE_TOPK": choose([0, 1, 3]), "ARGMAX_PARTIAL": another_argmax, "ARGMAX_REDUCE": another_token}
+SPOILS = {
+    "MOE_GATE_TOPK": choose([0, 1, 3]),
+    "MOE_TOPK": choose([0, 1, 3]),
+    "ARGMAX_PARTIAL": another_argmax,
+    "ARGMAX_REDUCE": another_token,
+}
 
 
 @pytest.fixture(scope="module")

@@ -63,4 +63,4 @@ def test_places_that_do_not_exist(graph):
     with pytest.raises(KeyError, match="no op NOTHING"):
         find_task(graph, "NOTHING")
     with pytest.raises(IndexError):
-        find_task(graph, "MOE_GATE_TOPK", 1, 1)
+        find_task(graph, graph.router(1).name, 1, 1)

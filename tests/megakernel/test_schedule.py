@@ -100,6 +100,36 @@ def test_large_ops_go_round(real):
             assert max(counts) - min(counts) <= 1
 
 
+@pytest.mark.parametrize("workers", [132, 296])
+def test_the_router_is_behind_nothing_that_could_wait(workers):
+    """Between attention and the choice of experts, its workers have nothing but the router's own tasks."""
+    graph = build(V2_LITE, PRESETS["h200"])
+    lists = [[graph.tasks[task] for task in tasks] for tasks in static(graph, workers).lists]
+    names = [[(graph.ops[task.op].layer, graph.ops[task.op].name) for task in tasks] for tasks in lists]
+    for layer in range(1, 27):
+        gates = [each for each in names if (layer, "MOE_GATE") in each]
+        assert len(gates) == 16  # a worker for each task
+        for each in gates:
+            before = {name for at, name in each[: each.index((layer, "MOE_GATE"))] if at == layer}
+            assert not before & {"EXPERT_W13_SHARED", "EXPERT_W2_SHARED", "MOE_TOPK"}
+        (chooses,) = [each for each in names if (layer, "MOE_TOPK") in each]
+        before = {name for at, name in chooses[: chooses.index((layer, "MOE_TOPK"))] if at == layer}
+        assert not before & {"EXPERT_W13_SHARED", "EXPERT_W2_SHARED"}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("changes", [dict(), dict(dependencies="chain"), dict(split_shared=False)], ids=str)
+def test_urgent_tasks_leave_lists_sound(changes, workers):
+    """Also where there are fewer workers than tasks of the router, or nothing beside them."""
+    graph = build(TINY, dataclasses.replace(PRESETS["h200"], tokens=100, router_rows=1, **changes))
+    schedule = static(graph, workers)
+    schedule.check(graph)
+    level = {task: number for number, tasks in enumerate(levels(graph)) for task in tasks}
+    for tasks in schedule.lists:
+        places = [(level[task], task) for task in tasks]
+        assert places == sorted(places)
+
+
 def test_repeatable(graph):
     assert static(graph, 7) == static(graph, 7)
     assert dynamic(graph, 7, 1) == dynamic(graph, 7, 1) != dynamic(graph, 7, 2)

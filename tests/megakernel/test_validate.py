@@ -98,6 +98,9 @@ def test_all_combinations_of_words_and_folds(words):
         dict(dense_rows=9, shared_rows=9, splits=7),
         dict(expert_w13_tiles=5, expert_w2_tiles=1000),
         dict(expert_w13_tiles=1000, expert_w2_tiles=5, experts="slots"),
+        dict(router_rows=1),
+        dict(router_rows=3, experts="slots", fold_norm=False),
+        dict(router_rows=7, dependencies="chain", split_shared=False),
         dict(workers=1),
     ],
     ids=str,
@@ -148,7 +151,9 @@ def test_edge_missing_altogether(graph):
     refused(wrong, "MOE_GATE_TOPK", "before its writer", "1.O_PROJ_RESIDUAL tile 0", f"event {event.index}")
 
 
-@pytest.mark.parametrize("words", [dict(), dict(mla="absorbed", experts="slots")], ids=str)
+@pytest.mark.parametrize(
+    "words", [dict(), dict(mla="absorbed", experts="slots"), dict(router_rows=3, experts="slots")], ids=str
+)
 def test_every_edge_matters(words):
     """A task that starts right after the launch is found, and so is one that only the end of the token waits for."""
     graph = tiny(**words)
@@ -295,6 +300,16 @@ def test_matrix_that_is_never_read(graph):
     task, gate = find_task(graph, "MOE_GATE_TOPK", 1), "layers.1.mlp.gate"
     wrong = reread(graph, task.index, lambda part: None if part.tensor == gate else part)
     refused(wrong, gate, "never read")
+
+
+def test_experts_chosen_before_all_logits_are_there():
+    graph = tiny(router_rows=3)
+    chooses, gates = find_task(graph, "MOE_TOPK", 1), find_op(graph, "MOE_GATE", 1).tasks
+    wrong = moved_wait(graph, chooses.index, graph.waits[gates[0]][0])
+    wrong = rewired(wrong, {event_after(graph, "MOE_GATE", 1).index: dict(to_host=True)})
+    refused(wrong, "MOE_TOPK tile 0", "router_logits", "before its writer", "MOE_GATE tile 0")
+    refused(shifted_read(graph, gates[1], 1), "layers.1.mlp.gate", "never read")
+    refused(reread(graph, chooses.index, lambda part: None), "MOE_GATE tile 0", "router_logits", "nobody reads")
 
 
 def test_experts_of_another_task(graph):

@@ -11,14 +11,17 @@ MK_DEVICE double divisor(float temperature) {
   return fmin(fmax((double)temperature, 1.1754943508222875e-38), 8.507059173023462e+37);  // 2^-126, 2^126
 }
 
-MK_DEVICE void argmax_partial(Consumer& c, const Task& task, const Args& args) {
-  const Params& p = c.p;
-  Shared& sh = c.sh;
+MK_CALL void argmax_partial(int slot, int iteration) {
+  Shared& sh = shared();
+  const Params& p = shared().params;
+  const Task& task = shared().task[slot];
+  const Args& args = shared().args[slot];
   const float* logits = (const float*)(p.work + args.input);
   const int begin = task.chunk[0], end = task.chunk[1];
 
   float largest = -INFINITY;
   int id = end, bad = 0;
+  MK_UNROLL(1)
   for (int i = begin + thread(); i < end; i += CONSUMERS) {
     float x = fresh(&logits[i]);
     if (!(x < INFINITY)) bad = 1;
@@ -56,6 +59,7 @@ MK_DEVICE void argmax_partial(Consumer& c, const Task& task, const Args& args) {
   const int first = begin / NOISE_BLOCK * GROUPS_PER_BLOCK, own = thread() / GROUP, place = thread() % GROUP;
   double best = -INFINITY;
   int best_group = first;
+  MK_UNROLL(1)
   for (int base = wave() * PER_WAVE; base < groups; base += TOGETHER) {
     int group = first + base + lane() / GROUP;
     int token = member(group, place);
@@ -64,7 +68,7 @@ MK_DEVICE void argmax_partial(Consumer& c, const Task& task, const Args& args) {
     double sum = x > -INFINITY ? exp((x - most) / temperature) : 0;
     for (int mask = 1; mask < GROUP; mask *= 2) sum += shuffle_xor(sum, mask);
     if (most > -INFINITY && base + lane() / GROUP < groups) {
-      Words words = group_words(p.seed, p.noise_position + c.iteration, group);
+      Words words = group_words(p.seed, p.noise_position + iteration, group);
       double key = (most - (double)largest) / temperature + log(sum) + gumbel(words.word[0], words.word[1]);
       if (key > best) best = key, best_group = group;
     }
@@ -86,7 +90,7 @@ MK_DEVICE void argmax_partial(Consumer& c, const Task& task, const Args& args) {
     double weights[GROUP], most = -INFINITY;
     for (int i = 0; i < GROUP; ++i) most = fmax(most, sh.doubles[i]);
     for (int i = 0; i < GROUP; ++i) weights[i] = exp((sh.doubles[i] - most) / temperature);
-    Words words = group_words(p.seed, p.noise_position + c.iteration, best_group);
+    Words words = group_words(p.seed, p.noise_position + iteration, best_group);
     *out = Partial{best, largest, id, member(best_group, descend(weights, words.word[2], words.word[3])), 0};
   }
 }

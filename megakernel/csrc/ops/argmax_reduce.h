@@ -5,14 +5,16 @@
 
 namespace mk {
 
-MK_DEVICE void argmax_reduce(Consumer& c, const Task&, const Args& args) {
-  const Params& p = c.p;
+MK_CALL void argmax_reduce(int slot, int iteration) {
+  const Params& p = shared().params;
+  const Args& args = shared().args[slot];
   if (wave()) return;
   const Partial* partials = (const Partial*)(p.work + args.input);
   const bool greedy = p.temperature == 0;
   const double temperature = divisor(p.temperature);
   float largest = -INFINITY;
   int bad = 0;
+  MK_UNROLL(1)
   for (int i = lane(); i < args.parts; i += WAVE) {
     float x = fresh(&partials[i].largest);
     if (x != x) bad = 1;
@@ -21,6 +23,7 @@ MK_DEVICE void argmax_reduce(Consumer& c, const Task&, const Args& args) {
   largest = wave_max(largest);
   double best = -INFINITY;
   int at = args.parts, token = 0;
+  MK_UNROLL(1)
   for (int i = lane(); i < args.parts; i += WAVE) {
     float x = fresh(&partials[i].largest);
     double key = greedy ? (double)x : fresh(&partials[i].key) + ((double)x - (double)largest) / temperature;
@@ -38,8 +41,8 @@ MK_DEVICE void argmax_reduce(Consumer& c, const Task&, const Args& args) {
   if (lane() == 0) {
     bool valid = !bad && at < args.parts;
     *(int32_t*)(p.work + args.out) = valid ? token : 0;  // what the next iteration looks up is in the table
-    ((int32_t*)p.tokens)[c.iteration] = valid ? token : -1;
-    ((int64_t*)p.times)[c.iteration] = nanoseconds();
+    ((int32_t*)p.tokens)[iteration] = valid ? token : -1;
+    ((int64_t*)p.times)[iteration] = nanoseconds();
   }
 }
 

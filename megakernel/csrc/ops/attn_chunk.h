@@ -9,7 +9,7 @@ namespace mk {
 
 // What the phases of a task share.
 struct Attention {
-  const Args& args;
+  const Args* args;
   bool absorbed, folded;
   int width;             // of a head's output
   int first, heads;      // heads of the task
@@ -25,57 +25,66 @@ struct Attention {
 };
 
 // Loads as many as there are at once: what is read was written by other blocks, and is far away.
-MK_DEVICE void stage_queries(const Params& p, const Attention& a) {
-  const bf16* query = (const bf16*)(p.work + a.args.query);
+MK_DEVICE void stage_queries(const Attention& a) {
+  const Params& p = shared().params;
+  const bf16* query = (const bf16*)(p.work + a.args->query);
   const int vectors = a.each / 8;
-  MK_UNROLL(4)
+  MK_UNROLL(1)
   for (int i = thread(); i < a.heads * vectors; i += CONSUMERS) {
     int head = a.first + i / vectors, at = i % vectors * 8;
     const bf16* own = query + head * (p.nope + p.rope);
     Vec16 values;
     if (at < a.plain)
-      values = fresh((const Vec16*)(a.absorbed ? (const bf16*)(p.work + a.args.absorbed) + head * p.lora + at : own + at));
+      values = fresh((const Vec16*)(a.absorbed ? (const bf16*)(p.work + a.args->absorbed) + head * p.lora + at : own + at));
     else if (a.folded)
-      values = rotated_vector(p, own + p.nope, at - a.plain, a.now);
+      values = rotated_vector(own + p.nope, at - a.plain, a.now);
     else
-      values = fresh((const Vec16*)((const bf16*)(p.work + a.args.rotated) + head * p.rope + at - a.plain));
-    ((Vec16*)a.queries)[i] = values;
+      values = fresh((const Vec16*)((const bf16*)(p.work + a.args->rotated) + head * p.rope + at - a.plain));
+    store_vector(a.queries + 8 * i, values);
   }
 }
 
-// A few scores of a wave at once: their sums over the wave overlap.
-MK_DEVICE void score(const Params& p, const Attention& a) {
-  constexpr int AT_ONCE = 4;
-  const int count = a.heads * a.positions;
-  for (int base = wave(); base < count; base += AT_ONCE * CONSUMER_WAVES) {
-    float sums[AT_ONCE];
-    MK_UNROLL(4)
-    for (int j = 0; j < AT_ONCE; ++j) {
-      int i = base + j * CONSUMER_WAVES < count ? base + j * CONSUMER_WAVES : base;
-      int head = i / a.positions, position = i % a.positions;
-      const bf16 *own = a.queries + head * a.each, *row = a.rows[position] + head * a.head_pitch, *turned = a.turned[position];
-      Dot dot;
-      for (int at = lane() * 8; at < a.plain; at += WAVE * 8) dot.add(*(const Vec16*)(row + at), *(const Vec16*)(own + at));
-      for (int at = lane() * 8; at < p.rope; at += WAVE * 8)
-        dot.add(*(const Vec16*)(turned + at), *(const Vec16*)(own + a.plain + at));
-      sums[j] = dot.sum();
-    }
-    for (int mask = WAVE / 2; mask; mask /= 2)
-      for (int j = 0; j < AT_ONCE; ++j) sums[j] += shuffle_xor(sums[j], mask);
-    for (int j = 0; j < AT_ONCE; ++j) {
-      int i = base + j * CONSUMER_WAVES;
-      if (lane() == 0 && i < count) a.scores[i / a.positions * a.pitch + i % a.positions] = sums[j] * p.softmax_scale;
+// A wave takes a position and some heads at once: they may share its key, and their sums over the wave overlap.
+MK_DEVICE void score(const Attention& a) {
+  constexpr int AT_ONCE = 2;
+  const Params& p = shared().params;
+  MK_UNROLL(1)
+  for (int first = 0; first < a.heads; first += AT_ONCE) {
+    const int others = a.heads - first < AT_ONCE ? a.heads - first : AT_ONCE;
+    MK_UNROLL(1)
+    for (int position = wave(); position < a.positions; position += CONSUMER_WAVES) {
+      const bf16 *row = a.rows[position] + first * a.head_pitch, *turned = a.turned[position];
+      const bf16* own = a.queries + first * a.each;
+      Dot dots[AT_ONCE];
+      MK_UNROLL(1)
+      for (int at = lane() * 8; at < a.each; at += WAVE * 8) {
+        const bf16* key = at < a.plain ? row + at : turned + (at - a.plain);
+        const int pitch = at < a.plain ? a.head_pitch : 0;
+        Vec16 shared_key = load_vector(key);
+        for (int j = 0; j < AT_ONCE; ++j)
+          if (j < others) dots[j].add(j && pitch ? load_vector(key + j * pitch) : shared_key, load_vector(own + j * a.each + at));
+      }
+      float sums[AT_ONCE];
+      for (int j = 0; j < AT_ONCE; ++j) sums[j] = dots[j].sum();
+      wave_sync();
+      for (int mask = WAVE / 2; mask; mask /= 2)
+        for (int j = 0; j < AT_ONCE; ++j) sums[j] += shuffle_xor(sums[j], mask);
+      for (int j = 0; j < AT_ONCE; ++j)
+        if (lane() == 0 && j < others) a.scores[(first + j) * a.pitch + position] = sums[j] * p.softmax_scale;
     }
   }
 }
 
 // Weights in place of scores; each head's largest score and sum into the chunk's result.
 MK_DEVICE void weigh(const Attention& a, float* out) {
+  MK_UNROLL(1)
   for (int head = wave(); head < a.heads; head += CONSUMER_WAVES) {
     float* own = a.scores + head * a.pitch;
     float largest = -INFINITY, sum = 0;
+    MK_UNROLL(1)
     for (int i = lane(); i < a.positions; i += WAVE) largest = fmaxf(largest, own[i]);
     largest = wave_max(largest);
+    MK_UNROLL(1)
     for (int i = lane(); i < a.positions; i += WAVE) {
       float weight = expf(own[i] - largest);
       own[i] = weight;
@@ -96,37 +105,45 @@ MK_DEVICE void mix(const Attention& a, float* parts, float* out) {
   const int quads = a.width / 4, items = a.heads * quads;
   int shares = 1;
   while (shares * 2 * items <= CONSUMERS) shares *= 2;
+  MK_UNROLL(1)
   for (int i = thread(); i < items * shares; i += CONSUMERS) {
     const int item = i % items, share = i / items, head = item / quads, at = item % quads * 4;
     const bf16* const* rows = a.rows;
     const float* weights = a.scores + head * a.pitch;
     const int from = head * a.head_pitch + a.value + at;
     float sums[4] = {0, 0, 0, 0};
-    MK_UNROLL(8)
+    MK_UNROLL(4)
     for (int j = share; j < a.positions; j += shares) {
-      const uint32_t* pairs = (const uint32_t*)(rows[j] + from);
-      uint32_t first = pairs[0], second = pairs[1];
-      sums[0] = fmaf(weights[j], low_half(first), sums[0]);
-      sums[1] = fmaf(weights[j], high_half(first), sums[1]);
-      sums[2] = fmaf(weights[j], low_half(second), sums[2]);
-      sums[3] = fmaf(weights[j], high_half(second), sums[3]);
+      const uint64_t quad = *(const uint64_t*)(rows[j] + from);
+      const uint32_t first = (uint32_t)quad, second = (uint32_t)(quad >> 32);
+      const float weight = weights[j];
+      sums[0] = fmaf(weight, low_half(first), sums[0]);
+      sums[1] = fmaf(weight, high_half(first), sums[1]);
+      sums[2] = fmaf(weight, low_half(second), sums[2]);
+      sums[3] = fmaf(weight, high_half(second), sums[3]);
     }
     float* to = shares > 1 ? parts + 4 * i : out + (int64_t)(a.first + head) * (a.width + PARTIAL_STATS) + at;
-    for (int j = 0; j < 4; ++j) to[j] = sums[j];
+    store_vector(to, Vec16{{float_to_bits(sums[0]), float_to_bits(sums[1]), float_to_bits(sums[2]), float_to_bits(sums[3])}});
   }
   if (shares == 1) return;
   consumer_sync();
+  MK_UNROLL(1)
   for (int i = thread(); i < items * 4; i += CONSUMERS) {
     float sum = 0;
+    MK_UNROLL(1)
     for (int share = 0; share < shares; ++share) sum += parts[share * items * 4 + i];
     out[(int64_t)(a.first + i / a.width) * (a.width + PARTIAL_STATS) + i % a.width] = sum;
   }
 }
 
-MK_DEVICE void attn_chunk(Consumer& c, const Task& task, const Args& args) {
-  const Params& p = c.p;
-  Shared& sh = c.sh;
-  Attention a = {args};
+// Returns how many pieces of the ring it has used: `streamed` were before.
+MK_CALL uint32_t attn_chunk(int slot, int iteration, uint32_t streamed) {
+  Shared& sh = shared();
+  const Params& p = sh.params;
+  const Task& task = sh.task[slot];
+  const Args& args = sh.args[slot];
+  Attention a{};
+  a.args = &args;
   a.absorbed = args.absorbed >= 0;
   a.folded = args.rotated < 0;
   a.width = args.head_stride;
@@ -136,7 +153,7 @@ MK_DEVICE void attn_chunk(Consumer& c, const Task& task, const Args& args) {
   a.each = a.plain + p.rope;
   a.value = a.absorbed ? 0 : p.nope;
   a.head_pitch = a.absorbed ? 0 : p.nope + p.v;
-  a.now = c.position();
+  a.now = position_of(iteration);
   const int begin = task.chunk[0], end = task.chunk[1] < a.now + 1 ? task.chunk[1] : a.now + 1;
   a.positions = end > begin ? end - begin : 0;
   a.pitch = task.chunk[1] - begin;
@@ -147,49 +164,54 @@ MK_DEVICE void attn_chunk(Consumer& c, const Task& task, const Args& args) {
   a.turned = a.rows + a.pitch;
   a.scores = (float*)(a.turned + a.pitch);
 
-  stage_queries(p, a);
+  stage_queries(a);
   const bool holds_now = begin <= a.now && a.now < end;
   if (a.absorbed && a.folded && holds_now) {
     const bf16* kva = (const bf16*)(p.work + args.kva);
-    norm(sh, kva, (const bf16*)(p.weights + args.norm), p.lora, p.kv_eps, row);
-    for (int i = thread(); i < p.rope; i += CONSUMERS) row[p.lora + i] = rotated(p, kva + p.lora, i, a.now);
+    norm(kva, (const bf16*)(p.weights + args.norm), p.lora, p.kv_eps, row);
+    MK_UNROLL(1)
+    for (int i = thread(); i < p.rope; i += CONSUMERS) row[p.lora + i] = rotated(kva + p.lora, i, a.now);
     consumer_sync();
     if (task.flags & APPENDS) {
       bf16* out = (bf16*)(p.cache + args.cache) + (int64_t)a.now * args.cache_pitch;
+      MK_UNROLL(1)
       for (int i = thread(); i < a.each; i += CONSUMERS) out[i] = row[i];
     }
   }
 
   // Rows before this position are in the ring, and this position's is in shared memory if it is not in the cache yet.
-  const CacheStreams streams = cache_streams(p, task, args, c.iteration);
+  const CacheStreams streams = cache_streams(p, task, args, iteration);
   const int pieces = streams.held();
+  MK_UNROLL(1)
   for (int i = thread(); i < a.positions; i += CONSUMERS) {
     int64_t position = begin + i;
-    bool streamed = streams.fit() && i < streams.rows.rows;
-    a.rows[i] = streamed ? in_ring(sh, streams.rows, c.pieces, i)
+    bool held = streams.fit() && i < streams.rows.rows;
+    a.rows[i] = held ? in_ring(streams.rows, streamed, i)
                 : a.absorbed && a.folded && position == a.now
                     ? row
                     : (const bf16*)(p.cache + args.cache) + position * args.cache_pitch + a.first * a.head_pitch;
     a.turned[i] = a.absorbed ? a.rows[i] + p.lora
-                  : streamed ? in_ring(sh, streams.turned, c.pieces + streams.rows.count, i)
+                  : held ? in_ring(streams.turned, streamed + streams.rows.count, i)
                              : (const bf16*)(p.cache + args.rope_cache) + position * p.rope;
   }
-  for (int i = 0; i < pieces; ++i) gate_wait(p, sh, &sh.full[(c.pieces + i) % STAGES], (c.pieces + i) / STAGES);
+  MK_UNROLL(1)
+  for (int i = 0; i < pieces; ++i) gate_wait(&sh.full[(streamed + i) % STAGES], (streamed + i) / STAGES);
   consumer_sync();
 
   float* out = (float*)(p.work + args.out + task.at * args.out_bytes);
-  score(p, a);
+  score(a);
   consumer_sync();
   weigh(a, out);
   consumer_sync();
   mix(a, parts, out);
 
   consumer_sync();  // everybody has read the stages
+  MK_UNROLL(1)
   for (int i = 0; i < pieces; ++i) {
-    uint32_t piece = c.pieces + i;
+    uint32_t piece = streamed + i;
     if (piece % TEAMS == (uint32_t)(wave() / TEAM_WAVES) && lane() == 0) gate_arrive(&sh.empty[piece % STAGES]);
   }
-  c.pieces += pieces;
+  return (uint32_t)pieces;
 }
 
 }  // namespace mk

@@ -5,11 +5,14 @@
 
 namespace mk {
 
-MK_DEVICE void embedding(Consumer& c, const Task&, const Args& args) {
-  int token = ((const int32_t*)c.p.forced)[c.iteration];
-  if (token < 0) token = fresh((const int32_t*)(c.p.work + args.input));
-  const bf16* row = (const bf16*)(c.p.weights + args.weight) + (int64_t)token * args.cols;
-  bf16* out = (bf16*)(c.p.work + args.out);
+MK_CALL void embedding(int slot, int iteration) {
+  const Params& p = shared().params;
+  const Args& args = shared().args[slot];
+  int token = ((const int32_t*)p.forced)[iteration];
+  if (token < 0) token = fresh((const int32_t*)(p.work + args.input));
+  const bf16* row = (const bf16*)(p.weights + args.weight) + (int64_t)token * args.cols;
+  bf16* out = (bf16*)(p.work + args.out);
+  MK_UNROLL(1)
   for (int i = thread(); i < args.cols; i += CONSUMERS) out[i] = row[i];
 }
 

@@ -1,4 +1,4 @@
-// out = W x: projections, the experts' second matrices, the LM head. Into `work`, or into this position's row of the
+// out = W x: projections, the experts' second matrices, the router's logits, the LM head. Into `work`, or into this position's row of the
 // decompressed cache.
 #pragma once
 
@@ -6,28 +6,33 @@
 
 namespace mk {
 
-MK_DEVICE void gemv(Consumer& c, const Task& task, const Args& args, const Stream& s) {
-  const Params& p = c.p;
+MK_DEVICE void gemv(const Task& task, const Args& args, const Stream& s, int iteration) {
+  const Params& p = shared().params;
+  MK_UNROLL(1)
   for (int i = thread(); i < s.rows; i += CONSUMERS) {
     int row = task.rows[0] + i;
-    float value = row_sum(c.sh, s, i);
+    float value = row_sum(s, i);
     switch ((Out)args.out_kind) {
       case Out::bf16:
-        output_of(p, task, args)[row] = to_bf16(value);
+        output_of(task, args)[row] = to_bf16(value);
         break;
       case Out::fp32:
         ((float*)(p.work + args.out))[row] = value;
-        if (p.trace) ((float*)p.trace)[(int64_t)c.iteration * p.vocab + row] = value;
+        break;
+      case Out::logits:
+        ((float*)(p.work + args.out))[row] = value;
+        if (p.trace) ((float*)p.trace)[(int64_t)iteration * p.vocab + row] = value;
         break;
       case Out::kv_cache:
-        ((bf16*)(p.cache + args.out))[(int64_t)c.position() * args.cache_pitch + row] = to_bf16(value);
+        ((bf16*)(p.cache + args.out))[(int64_t)position_of(iteration) * args.cache_pitch + row] = to_bf16(value);
         break;
     }
   }
   if (task.flags & APPENDS) {  // the rotated key that all heads share
-    bf16* row = (bf16*)(p.cache + args.rope_cache) + (int64_t)c.position() * p.rope;
+    bf16* row = (bf16*)(p.cache + args.rope_cache) + (int64_t)position_of(iteration) * p.rope;
     const bf16* key = (const bf16*)(p.work + args.kva) + p.lora;
-    for (int i = thread(); i < p.rope; i += CONSUMERS) row[i] = rotated(p, key, i, c.position());
+    MK_UNROLL(1)
+    for (int i = thread(); i < p.rope; i += CONSUMERS) row[i] = rotated(key, i, position_of(iteration));
   }
 }
 

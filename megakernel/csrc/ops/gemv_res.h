@@ -5,12 +5,13 @@
 
 namespace mk {
 
-MK_DEVICE void gemv_res(Consumer& c, const Task& task, const Args& args, const Stream& s) {
-  const bf16* residual = (const bf16*)(c.p.work + args.residual);
-  bf16* out = output_of(c.p, task, args);
+MK_DEVICE void gemv_res(const Task& task, const Args& args, const Stream& s) {
+  const bf16* residual = (const bf16*)(shared().params.work + args.residual);
+  bf16* out = output_of(task, args);
+  MK_UNROLL(1)
   for (int i = thread(); i < s.rows; i += CONSUMERS) {
     int row = task.rows[0] + i;
-    out[row] = to_bf16(to_float(fresh(&residual[row])) + rounded(row_sum(c.sh, s, i)));
+    out[row] = to_bf16(to_float(fresh(&residual[row])) + rounded(row_sum(s, i)));
   }
 }
 

@@ -5,10 +5,11 @@
 
 namespace mk {
 
-MK_DEVICE void gemv_silu(Consumer& c, const Task& task, const Args& args, const Stream& s) {
-  bf16* out = output_of(c.p, task, args);
+MK_DEVICE void gemv_silu(const Task& task, const Args& args, const Stream& s) {
+  bf16* out = output_of(task, args);
+  MK_UNROLL(1)
   for (int i = thread(); i < s.rows; i += CONSUMERS) {
-    float gate = rounded(row_sum(c.sh, s, i)), up = rounded(row_sum(c.sh, s, s.rows + i));
+    float gate = rounded(row_sum(s, i)), up = rounded(row_sum(s, s.rows + i));
     out[task.rows[0] + i] = to_bf16(rounded(gate / (1.0f + expf(-gate))) * up);
   }
 }

@@ -5,9 +5,10 @@
 
 namespace mk {
 
-MK_DEVICE void gemv_splitk(Consumer& c, const Task& task, const Args& args, const Stream& s) {
-  float* out = (float*)(c.p.work + args.out + task.at * args.out_bytes);
-  for (int i = thread(); i < s.rows; i += CONSUMERS) out[task.rows[0] + i] = row_sum(c.sh, s, i);
+MK_DEVICE void gemv_splitk(const Task& task, const Args& args, const Stream& s) {
+  float* out = (float*)(shared().params.work + args.out + task.at * args.out_bytes);
+  MK_UNROLL(1)
+  for (int i = thread(); i < s.rows; i += CONSUMERS) out[task.rows[0] + i] = row_sum(s, i);
 }
 
 }  // namespace mk

@@ -5,14 +5,19 @@
 
 namespace mk {
 
-MK_DEVICE void moe_combine(Consumer& c, const Task& task, const Args& args) {
-  const Params& p = c.p;
+MK_CALL void moe_combine(int slot) {
+  Shared& sh = shared();
+  const Params& p = shared().params;
+  const Task& task = shared().task[slot];
+  const Args& args = shared().args[slot];
   const Routing* routing = (const Routing*)(p.work + args.routing);
   // the chosen experts in the order of their ids: where each one's output lies, and its weight
-  int32_t* places = (int32_t*)c.sh.slots;
-  float* weights = c.sh.slots + p.topk;
+  int32_t* places = (int32_t*)sh.slots;
+  float* weights = sh.slots + p.topk;
+  MK_UNROLL(1)
   for (int own = thread(); own < p.topk; own += CONSUMERS) {
     int expert = fresh(&routing[own].expert), rank = 0;
+    MK_UNROLL(1)
     for (int slot = 0; slot < p.topk; ++slot) {
       int other = fresh(&routing[slot].expert);
       rank += other < expert || (other == expert && slot < own);  // equal only if the router saw NaN
@@ -24,6 +29,7 @@ MK_DEVICE void moe_combine(Consumer& c, const Task& task, const Args& args) {
   const bf16* shared = (const bf16*)(p.work + args.shared);
   const bf16* residual = (const bf16*)(p.work + args.residual);
   bf16* out = (bf16*)(p.work + args.out);
+  MK_UNROLL(1)
   for (int i = task.rows[0] + thread(); i < task.rows[1]; i += CONSUMERS) {
     constexpr int AT_ONCE = 8;  // far away: these loads overlap
     float sum = 0, last = to_float(fresh(&shared[i])), before = to_float(fresh(&residual[i]));

@@ -5,9 +5,11 @@
 
 namespace mk {
 
-MK_DEVICE void rms_norm(Consumer& c, const Task&, const Args& args) {
-  const bf16* x = (const bf16*)(c.p.work + args.input);
-  norm(c.sh, x, (const bf16*)(c.p.weights + args.norm), args.cols, c.p.eps, (bf16*)(c.p.work + args.out));
+MK_CALL void rms_norm(int slot) {
+  const Params& p = shared().params;
+  const Args& args = shared().args[slot];
+  const bf16* x = (const bf16*)(p.work + args.input);
+  norm(x, (const bf16*)(p.weights + args.norm), args.cols, p.eps, (bf16*)(p.work + args.out));
 }
 
 }  // namespace mk

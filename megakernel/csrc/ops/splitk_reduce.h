@@ -5,10 +5,13 @@
 
 namespace mk {
 
-MK_DEVICE void splitk_reduce(Consumer& c, const Task&, const Args& args) {
-  const float* partials = (const float*)(c.p.work + args.input);
-  const bf16* residual = (const bf16*)(c.p.work + args.residual);
-  bf16* out = (bf16*)(c.p.work + args.out);
+MK_CALL void splitk_reduce(int slot) {
+  const Params& p = shared().params;
+  const Args& args = shared().args[slot];
+  const float* partials = (const float*)(p.work + args.input);
+  const bf16* residual = (const bf16*)(p.work + args.residual);
+  bf16* out = (bf16*)(p.work + args.out);
+  MK_UNROLL(1)
   for (int i = thread(); i < args.cols; i += CONSUMERS) {
     float sum = 0;
     for (int part = 0; part < args.chunks; ++part) sum += fresh(&partials[(int64_t)part * args.cols + i]);

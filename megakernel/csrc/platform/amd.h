@@ -38,6 +38,7 @@ MK_DEVICE void wave_sync() {
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
   __builtin_amdgcn_wave_barrier();
 }
+MK_DEVICE bool wave_any(bool value) { return __any(value); }
 MK_DEVICE void block_sync() { __syncthreads(); }
 
 MK_DEVICE uint32_t* consumer_arrivals() {
@@ -81,6 +82,9 @@ MK_DEVICE T fresh(const T* p) {
   return *p;
 }
 
+MK_DEVICE Vec16 load_vector(const void* p) { return *(const Vec16*)p; }
+MK_DEVICE void store_vector(void* p, const Vec16& value) { *(Vec16*)p = value; }
+
 struct alignas(8) Gate {
   uint32_t arrivals;  // since the beginning
   uint32_t needed;    // for one phase
@@ -94,6 +98,7 @@ MK_DEVICE void gates_ready() {}
 MK_DEVICE void gate_arrive(Gate* g) {
   __hip_atomic_fetch_add(&g->arrivals, 1u, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_WORKGROUP);
 }
+constexpr bool LANES_COPY = false;
 MK_DEVICE void gate_expect(Gate*, int) {}
 // The producer's own copies are what there is to wait for, so the arrival comes after them.
 MK_DEVICE void gate_copied(Gate* g) {
@@ -111,6 +116,8 @@ MK_DEVICE bool gate_try_wait(Gate* g, int odd) {
   return (int)(phases & 1u) != odd;
 }
 MK_DEVICE void copies_after_stores() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
+MK_DEVICE bool gate_test(Gate* g, int odd) { return gate_try_wait(g, odd); }
+MK_DEVICE void rest() { __builtin_amdgcn_s_sleep(1); }
 MK_DEVICE void pause() { __builtin_amdgcn_s_sleep(1); }
 MK_DEVICE int64_t nanoseconds() { return (int64_t)__builtin_amdgcn_s_memrealtime() * 10; }  // it runs at 100 MHz
 

@@ -62,6 +62,11 @@ inline T shuffle_first(T value) {
   return shuffle(value, 0);
 }
 
+inline bool wave_any(bool value) {
+  int any = value;
+  for (int mask = WAVE / 2; mask; mask /= 2) any |= shuffle_xor(any, mask);
+  return any;
+}
 inline void wave_sync() { host::meet(thread() / WAVE); }
 inline void block_sync() { host::meet(host::ALL); }
 inline void consumer_sync_init() {}
@@ -85,20 +90,27 @@ inline T fresh(const T* p) {
   return *p;
 }
 
+inline Vec16 load_vector(const void* p) { return *(const Vec16*)p; }
+inline void store_vector(void* p, const Vec16& value) { *(Vec16*)p = value; }
+
 using host::Gate;
 
 inline void gate_init(Gate* g, int arrivals) { *g = Gate{arrivals, arrivals, 0, 0}; }
 inline void gates_ready() {}
 inline void gate_arrive(Gate* g) { host::arrive(g, 0); }
+constexpr bool LANES_COPY = WAVE == 32;  // as NVIDIA does; else as AMD does
+inline bool copies() { return LANES_COPY || thread() % WAVE == 0; }
 inline void gate_expect(Gate* g, int bytes) {
-  if (thread() % WAVE == 0) host::arrive(g, bytes);
+  if (copies()) host::arrive(g, bytes);
 }
 inline void gate_copied(Gate*) {}
 inline bool gate_try_wait(Gate* g, int odd) { return host::try_wait(g, odd); }
 inline void copy_async(void* shared, const void* global, int bytes, Gate* g) {
-  if (thread() % WAVE == 0) host::copy(shared, global, bytes, g);
+  if (copies()) host::copy(shared, global, bytes, g);
 }
 inline void copies_after_stores() {}
+inline bool gate_test(Gate* g, int odd) { return host::try_wait(g, odd); }
+inline void rest() { host::yield(); }
 inline void pause() { host::yield(); }
 inline int64_t nanoseconds() { return host::nanoseconds(); }
 

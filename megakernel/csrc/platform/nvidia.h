@@ -36,6 +36,7 @@ MK_DEVICE T shuffle_first(T value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
+MK_DEVICE bool wave_any(bool value) { return __any_sync(0xffffffffu, value); }
 MK_DEVICE void wave_sync() { __syncwarp(); }
 MK_DEVICE void block_sync() { __syncthreads(); }
 MK_DEVICE void consumer_sync_init() {}
@@ -73,6 +74,7 @@ MK_DEVICE uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
   return old;
 }
 
+#define MK_CONVERTS
 // To nearest, ties to even; NaN stays NaN.
 MK_DEVICE uint16_t to_bf16(float value) {
   uint16_t bits;
@@ -87,6 +89,13 @@ MK_DEVICE T fresh(const T* p) {
 MK_DEVICE Vec16 fresh(const Vec16* p) {
   uint4 value = __ldcg((const uint4*)p);
   return Vec16{{value.x, value.y, value.z, value.w}};
+}
+MK_DEVICE Vec16 load_vector(const void* p) {
+  uint4 value = *(const uint4*)p;
+  return Vec16{{value.x, value.y, value.z, value.w}};
+}
+MK_DEVICE void store_vector(void* p, const Vec16& value) {
+  *(uint4*)p = make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
 }
 
 MK_DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -103,11 +112,20 @@ MK_DEVICE void gates_ready() { asm volatile("fence.mbarrier_init.release.cluster
 MK_DEVICE void gate_arrive(Gate* g) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(g)) : "memory");
 }
+constexpr bool LANES_COPY = true;
 MK_DEVICE void gate_expect(Gate* g, int bytes) {
-  if (thread() % WAVE == 0)
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(g)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(g)), "r"(bytes) : "memory");
 }
 MK_DEVICE void gate_copied(Gate*) {}
+MK_DEVICE bool gate_test(Gate* g, int odd) {
+  uint32_t complete;
+  asm volatile(
+      "{ .reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p; }"
+      : "=r"(complete)
+      : "r"(shared_address(g)), "r"(odd)
+      : "memory");
+  return complete;
+}
 MK_DEVICE bool gate_try_wait(Gate* g, int odd) {
   constexpr uint32_t NANOSECONDS = 1000;  // at most, so that a budget of polls is one of time
   uint32_t complete;
@@ -119,8 +137,7 @@ MK_DEVICE bool gate_try_wait(Gate* g, int odd) {
   return complete;
 }
 MK_DEVICE void copy_async(void* shared, const void* global, int bytes, Gate* g) {
-  if (thread() % WAVE == 0)
-    asm volatile(
+  asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
         "l"(global), "r"(bytes), "r"(shared_address(g))
         : "memory");
@@ -130,6 +147,7 @@ MK_DEVICE void copy_async(void* shared, const void* global, int bytes, Gate* g) 
 MK_DEVICE void copies_after_stores() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 MK_DEVICE void pause() {}
+MK_DEVICE void rest() { __nanosleep(40); }
 MK_DEVICE int64_t nanoseconds() {
   int64_t value;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
