@@ -95,6 +95,10 @@ FLOORS = {"host": dict(x_items=4096, slots=4096, scratch=4096)}
 """Room that a build has at least, so that the many small tables of tests share builds."""
 
 
+KEY_ELEMENTS = 768
+"""Of the longest key in attention; csrc/ops/attn_chunk.h has the same number."""
+
+
 def parts_of_row(rows: int, cols: int, shape: Mapping[str, int]) -> int:
     """Sums that a row of so many columns leaves, in a task of so many rows; csrc/stream.h does the same."""
     items = shape["stage_bytes"] // 2
@@ -135,7 +139,7 @@ def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
     config = table.graph.config
     sums = 8 * shape["consumer_waves"] * shape.get("wave", 32)  # room for four in fp32 of each thread that computes
     x_items = config.kv_lora_rank + config.qk_rope_head_dim
-    slots, scratch = max(64, 2 * config.num_experts_per_tok), config.n_routed_experts
+    slots, scratch = max(64, 3 * config.num_experts_per_tok), config.n_routed_experts
     products = [abi.code(name) for name in ("gemv", "gemv_res", "gemv_silu", "gemv_splitk", "moe_gate_topk")]
     kinds = np.unique(
         np.stack([table.tasks["code"], table.tasks["args"], *table.tasks["rows"].T, *table.tasks["chunk"].T]), axis=1
@@ -158,6 +162,9 @@ def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
         elif code == abi.code("attn_chunk"):
             heads = (end - first) // int(args["head_stride"])
             main = config.qk_nope_head_dim if args["absorbed"] < 0 else config.kv_lora_rank
+            if main + config.qk_rope_head_dim > KEY_ELEMENTS:
+                length = main + config.qk_rope_head_dim
+                raise ValueError(f"config: keys of attention have {length} elements, at most {KEY_ELEMENTS} fit")
             # queries, and the row of this position
             x_items = max(x_items, (heads + 1) * (main + config.qk_rope_head_dim) + sums)
             # scores, and two pointers for each position

@@ -66,11 +66,25 @@ struct Dot {
   MK_DEVICE float sum() const { return low + high; }
 };
 
-MK_DEVICE float dot(const bf16* weights, const bf16* x, int begin, int end, int step) {
-  Dot dot;
-  MK_UNROLL(4)
-  for (int i = begin; i < end; i += step) dot.add(load_vector(weights + i), load_vector(x + i));
-  return dot.sum();
+// Two rows at once.
+MK_DEVICE void dots(const bf16* const weights[2], const bf16* const x[2], int begin, int end, int step, float sums[2]) {
+  Dot first, second;
+  if (x[0] == x[1]) {
+    MK_UNROLL(2)
+    for (int i = begin; i < end; i += step) {
+      const Vec16 both = load_vector(x[0] + i);
+      first.add(load_vector(weights[0] + i), both);
+      second.add(load_vector(weights[1] + i), both);
+    }
+  } else {
+    MK_UNROLL(1)
+    for (int i = begin; i < end; i += step) {
+      first.add(load_vector(weights[0] + i), load_vector(x[0] + i));
+      second.add(load_vector(weights[1] + i), load_vector(x[1] + i));
+    }
+  }
+  sums[0] = first.sum();
+  sums[1] = second.sum();
 }
 
 // One wave's share of a piece: whole rows of it, or every TEAM_WAVES-th part of its rows if these are fewer. Rows that
@@ -89,18 +103,15 @@ MK_DEVICE void multiply(const Task& task, const Args& args, const Stream& s, con
   for (int base = together ? 0 : mine * groups; base < piece.rows; base += 2 * next) {
     // two rows, so that their sums over the wave overlap
     const int rows[2] = {base + group, base + group + next};
-    float sums[2] = {0, 0};
-    MK_UNROLL(1)
+    const bf16 *weights[2], *x[2];
     for (int i = 0; i < 2; ++i) {
-      int row = i ? rows[1] : rows[0];
-      if (row >= piece.rows) break;
+      int row = rows[i] < piece.rows ? rows[i] : piece.rows - 1;  // if there is no second row this one counts for nothing
       int head = args.head_rows ? (task.rows[0] + piece.row + row) / args.head_rows - first_head : 0;
-      float sum = dot(stage + row * piece.cols, sh.x + head * s.cols + piece.col, begin, piece.cols, step);
-      if (i)
-        sums[1] = sum;
-      else
-        sums[0] = sum;
+      weights[i] = stage + row * piece.cols;
+      x[i] = sh.x + head * s.cols + piece.col;
     }
+    float sums[2];
+    dots(weights, x, begin, piece.cols, step, sums);
     wave_sync();
     for (int mask = lanes / 2; mask; mask /= 2)
       for (int i = 0; i < 2; ++i) sums[i] += shuffle_xor(sums[i], mask);

@@ -90,46 +90,61 @@ struct Source {
   }
 };
 
-// Brings a stream into the ring. False if the launch was given up.
-MK_DEVICE bool feed(const Stream& s, uint32_t* pieces) {
-  Shared& sh = shared();
-  const uint32_t before = *pieces;
-  *pieces += s.count;
-  if (LANES_COPY) {
-    // a lane for each stage: it takes some hundred cycles to begin a piece, and this way many begin at once
-    int own = lane() < STAGES ? lane() : s.count;
-    Spin spin;
-    while (wave_any(own < s.count)) {
-      bool begun = false;
-      if (own < s.count) {
-        uint32_t piece = before + own, stage = piece % STAGES;
-        begun = gate_test(&sh.empty[stage], (int)((piece / STAGES + 1) & 1u));
-        if (begun) {
-          fetch(s, piece_of(s, own), sh.ring[stage], &sh.full[stage]);
-          own += STAGES;
+// The producer's side of the ring. It takes some hundred cycles to begin a piece: where single threads can, there is a
+// lane for each stage, so that many begin at once.
+struct Feeder {
+  uint32_t pieces;  // of all streams so far
+  uint32_t last;    // one more than the number of the piece that this lane's stage got last
+
+  // Brings a stream into the ring. False if the launch was given up.
+  MK_DEVICE bool feed(const Stream& s) {
+    Shared& sh = shared();
+    if constexpr (LANES_COPY) {
+      const int stage = lane() < STAGES ? lane() : 0;
+      uint32_t piece = pieces + ((uint32_t)stage + STAGES - pieces % STAGES) % STAGES;
+      pieces += s.count;
+      if (lane() >= STAGES) piece = pieces;
+      const uint32_t first = pieces - s.count;
+      Spin spin;
+      while (wave_any(piece < pieces)) {
+        const bool begins = piece < pieces && gate_test(&sh.empty[stage], (int)((piece / STAGES + 1) & 1u));
+        if (begins) {
+          fetch(s, piece_of(s, (int)(piece - first)), sh.ring[stage], &sh.full[stage]);
+          last = piece + 1;
+          piece += STAGES;
         }
+        if (wave_any(begins)) continue;
+        rest();
+        int alive = 1;
+        if (lane() == 0) alive = spin.again();
+        if (!shuffle_first(alive)) return false;
       }
-      if (wave_any(begun)) continue;
-      rest();
-      int alive = 1;
-      if (lane() == 0) alive = spin.again();
-      if (!shuffle_first(alive)) return false;
+    } else {
+      for (int i = 0; i < s.count; ++i, ++pieces) {
+        uint32_t stage = pieces % STAGES;
+        if (!wave_gate_wait(&sh.empty[stage], pieces / STAGES + 1)) return false;
+        fetch(s, piece_of(s, i), sh.ring[stage], &sh.full[stage]);
+      }
     }
     return true;
   }
-  MK_UNROLL(1)
-  for (int i = 0; i < s.count; ++i) {
-    uint32_t piece = before + i, stage = piece % STAGES;
-    if (!wave_gate_wait(&sh.empty[stage], piece / STAGES + 1)) return false;
-    fetch(s, piece_of(s, i), sh.ring[stage], &sh.full[stage]);
+
+  // A block must not end while copies into its shared memory are on their way. They do arrive, so this needs no budget.
+  MK_DEVICE void land() const {
+    if constexpr (LANES_COPY) {
+      if (last)
+        while (!gate_test(&shared().full[lane()], (int)((last - 1) / STAGES & 1u))) rest();
+    } else {
+      for (uint32_t begun = pieces < STAGES ? 0 : pieces - STAGES; begun < pieces; ++begun)
+        while (!gate_try_wait(&shared().full[begun % STAGES], (int)(begun / STAGES & 1u))) pause();
+    }
   }
-  return true;
-}
+};
 
 MK_DEVICE void produce(const Params& p) {
   Shared& sh = shared();
   Source source(p);
-  uint32_t pieces = 0;
+  Feeder feeder = {0, 0};
   State state = State::done;
   int32_t task_number = -1;
   for (uint32_t n = 0;; ++n) {
@@ -197,7 +212,7 @@ MK_DEVICE void produce(const Params& p) {
     bool fed = true;
     MK_UNROLL(1)
     while (fed && stream.count) {
-      fed = feed(stream, &pieces);
+      fed = feeder.feed(stream);
       stream = second;
       second.count = 0;
     }
@@ -207,10 +222,7 @@ MK_DEVICE void produce(const Params& p) {
     dump_of(p)->producer_state = (int32_t)state;
     dump_of(p)->producer_task = task_number;
   }
-  // A block must not end while copies into its shared memory are on their way. They do arrive, so this needs no budget.
-  uint32_t begun = pieces < STAGES ? 0 : pieces - STAGES;
-  for (; begun < pieces; ++begun)
-    while (!gate_try_wait(&sh.full[begun % STAGES], (int)(begun / STAGES & 1u))) pause();
+  feeder.land();
 }
 
 // ----------------------------------------------------------------------------------------------------------- consumers

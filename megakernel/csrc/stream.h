@@ -102,9 +102,10 @@ MK_DEVICE CacheStreams cache_streams(const Params& p, const Task& task, const Ar
   s.rows.matrix2 = s.turned.matrix2 = nullptr;
   s.turned.pitch = s.turned.cols = p.rope;
   s.turned.matrix = (const unsigned char*)p.cache + args.rope_cache + 2 * (int64_t)begin * p.rope;
-  if (absorbed) s.turned.rows = 0;
   s.rows = cut(s.rows, 1);
-  s.turned = cut(s.turned, 1);
+  s.turned.matrices = s.turned.pieces = s.turned.at_once = 1;
+  s.turned.count = 0;
+  if (!absorbed) s.turned = cut(s.turned, 1);
   return s;
 }
 
@@ -116,11 +117,6 @@ MK_DEVICE Piece piece_of(const Stream& s, int number) {
   piece.col = (number - line * s.pieces) * s.piece;
   piece.cols = s.cols - piece.col < s.piece ? s.cols - piece.col : s.piece;
   return piece;
-}
-
-// Where a row lies in the ring, if rows are whole and the first piece of its stream was number `base`.
-MK_DEVICE const bf16* in_ring(const Stream& s, uint32_t base, int row) {
-  return (const bf16*)shared().ring[(base + (uint32_t)(row / s.at_once)) % STAGES] + row % s.at_once * s.cols;
 }
 
 // By the producer: starts the copies of a piece. Rows that follow each other in memory are one copy.

@@ -151,7 +151,7 @@ def test_a_router_of_one_task(mi300x):
 
 def test_size_of_the_graph_for_an_h200():
     graph = build(V2_LITE, PRESETS["h200"])
-    assert (len(graph.ops), len(graph.events), len(graph.tasks)) == (351, 400, 35031)
+    assert (len(graph.ops), len(graph.events), len(graph.tasks)) == (351, 302, 31820)
 
 
 # -------------------------------------------------------------------------------------------------- any graph is sound

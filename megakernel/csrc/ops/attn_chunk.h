@@ -7,6 +7,8 @@
 
 namespace mk {
 
+constexpr int KEY_ELEMENTS = 768;  // of the longest key: a lane has its part of a query in registers
+
 // What the phases of a task share.
 struct Attention {
   const Args* args;
@@ -44,33 +46,48 @@ MK_DEVICE void stage_queries(const Attention& a) {
   }
 }
 
-// A wave takes a position and some heads at once: they may share its key, and their sums over the wave overlap.
+// A wave takes a position and two heads at once: they may share its key, and their sums over the wave overlap. Each lane
+// keeps its part of the queries.
 MK_DEVICE void score(const Attention& a) {
-  constexpr int AT_ONCE = 2;
+  constexpr int AT_ONCE = 2, VECTORS = (KEY_ELEMENTS + WAVE * 8 - 1) / (WAVE * 8);
   const Params& p = shared().params;
   MK_UNROLL(1)
   for (int first = 0; first < a.heads; first += AT_ONCE) {
-    const int others = a.heads - first < AT_ONCE ? a.heads - first : AT_ONCE;
+    const bool both = first + 1 < a.heads;
+    Vec16 queries[AT_ONCE][VECTORS];
+    for (int j = 0; j < AT_ONCE; ++j)
+      for (int k = 0; k < VECTORS; ++k) {
+        const int at = (k * WAVE + lane()) * 8;
+        queries[j][k] = Vec16{};
+        if (at < a.each && (both || !j)) queries[j][k] = load_vector(a.queries + (first + j) * a.each + at);
+      }
     MK_UNROLL(1)
     for (int position = wave(); position < a.positions; position += CONSUMER_WAVES) {
-      const bf16 *row = a.rows[position] + first * a.head_pitch, *turned = a.turned[position];
-      const bf16* own = a.queries + first * a.each;
+      const bf16 *row = a.rows[position] + first * a.head_pitch;
+      const bf16* turned = a.absorbed ? row + a.plain : a.turned[position];
+      Vec16 keys[VECTORS];
+      for (int k = 0; k < VECTORS; ++k) {
+        const int at = (k * WAVE + lane()) * 8;
+        keys[k] = Vec16{};
+        if (at < a.each) keys[k] = load_vector(at < a.plain ? row + at : turned + (at - a.plain));
+      }
       Dot dots[AT_ONCE];
-      MK_UNROLL(1)
-      for (int at = lane() * 8; at < a.each; at += WAVE * 8) {
-        const bf16* key = at < a.plain ? row + at : turned + (at - a.plain);
-        const int pitch = at < a.plain ? a.head_pitch : 0;
-        Vec16 shared_key = load_vector(key);
-        for (int j = 0; j < AT_ONCE; ++j)
-          if (j < others) dots[j].add(j && pitch ? load_vector(key + j * pitch) : shared_key, load_vector(own + j * a.each + at));
+      for (int j = 0; j < AT_ONCE; ++j) {
+        if (j && both && a.head_pitch)
+          for (int k = 0; k < VECTORS; ++k) {
+            const int at = (k * WAVE + lane()) * 8;
+            if (at < a.plain) keys[k] = load_vector(row + a.head_pitch + at);
+          }
+        for (int k = 0; k < VECTORS; ++k) dots[j].add(keys[k], queries[j][k]);
       }
       float sums[AT_ONCE];
       for (int j = 0; j < AT_ONCE; ++j) sums[j] = dots[j].sum();
-      wave_sync();
       for (int mask = WAVE / 2; mask; mask /= 2)
         for (int j = 0; j < AT_ONCE; ++j) sums[j] += shuffle_xor(sums[j], mask);
-      for (int j = 0; j < AT_ONCE; ++j)
-        if (lane() == 0 && j < others) a.scores[(first + j) * a.pitch + position] = sums[j] * p.softmax_scale;
+      if (lane() == 0) {
+        a.scores[first * a.pitch + position] = sums[0] * p.softmax_scale;
+        if (both) a.scores[(first + 1) * a.pitch + position] = sums[1] * p.softmax_scale;
+      }
     }
   }
 }
@@ -136,6 +153,17 @@ MK_DEVICE void mix(const Attention& a, float* parts, float* out) {
   }
 }
 
+// Where the first `held` rows of a stream lie in the ring, if its first piece was number `base`.
+MK_DEVICE void place_rows(const Stream& s, uint32_t base, int held, const bf16** rows) {
+  MK_UNROLL(1)
+  for (int piece = wave(); piece * s.at_once < held; piece += CONSUMER_WAVES) {
+    const bf16* stage = (const bf16*)shared().ring[(base + (uint32_t)piece) % STAGES];
+    const int first = piece * s.at_once, count = held - first < s.at_once ? held - first : s.at_once;
+    MK_UNROLL(1)
+    for (int i = lane(); i < count; i += WAVE) rows[first + i] = stage + i * s.cols;
+  }
+}
+
 // Returns how many pieces of the ring it has used: `streamed` were before.
 MK_CALL uint32_t attn_chunk(int slot, int iteration, uint32_t streamed) {
   Shared& sh = shared();
@@ -179,20 +207,19 @@ MK_CALL uint32_t attn_chunk(int slot, int iteration, uint32_t streamed) {
     }
   }
 
-  // Rows before this position are in the ring, and this position's is in shared memory if it is not in the cache yet.
+  // Rows before this position are in the ring, a wave for each piece, and this position's is in shared memory if it is
+  // not in the cache yet.
   const CacheStreams streams = cache_streams(p, task, args, iteration);
-  const int pieces = streams.held();
+  const int pieces = streams.held(), held = streams.fit() ? streams.rows.rows : 0;
+  place_rows(streams.rows, streamed, held, a.rows);
+  if (!a.absorbed) place_rows(streams.turned, streamed + streams.rows.count, held, a.turned);
   MK_UNROLL(1)
-  for (int i = thread(); i < a.positions; i += CONSUMERS) {
+  for (int i = held + thread(); i < a.positions; i += CONSUMERS) {
     int64_t position = begin + i;
-    bool held = streams.fit() && i < streams.rows.rows;
-    a.rows[i] = held ? in_ring(streams.rows, streamed, i)
-                : a.absorbed && a.folded && position == a.now
+    a.rows[i] = a.absorbed && a.folded && position == a.now
                     ? row
                     : (const bf16*)(p.cache + args.cache) + position * args.cache_pitch + a.first * a.head_pitch;
-    a.turned[i] = a.absorbed ? a.rows[i] + p.lora
-                  : held ? in_ring(streams.turned, streamed + streams.rows.count, i)
-                             : (const bf16*)(p.cache + args.rope_cache) + position * p.rope;
+    if (!a.absorbed) a.turned[i] = (const bf16*)(p.cache + args.rope_cache) + position * p.rope;
   }
   MK_UNROLL(1)
   for (int i = 0; i < pieces; ++i) gate_wait(&sh.full[(streamed + i) % STAGES], (streamed + i) / STAGES);

@@ -14,16 +14,21 @@ MK_CALL void moe_combine(int slot) {
   // the chosen experts in the order of their ids: where each one's output lies, and its weight
   int32_t* places = (int32_t*)sh.slots;
   float* weights = sh.slots + p.topk;
-  MK_UNROLL(1)
-  for (int own = thread(); own < p.topk; own += CONSUMERS) {
-    int expert = fresh(&routing[own].expert), rank = 0;
+  int32_t* experts = (int32_t*)(weights + p.topk);
+  int expert = 0;
+  float weight = 0;
+  if (thread() < p.topk) {
+    expert = fresh(&routing[thread()].expert), weight = fresh(&routing[thread()].weight);
+    experts[thread()] = expert;
+  }
+  consumer_sync();
+  if (thread() < p.topk) {
+    int rank = 0;
     MK_UNROLL(1)
-    for (int slot = 0; slot < p.topk; ++slot) {
-      int other = fresh(&routing[slot].expert);
-      rank += other < expert || (other == expert && slot < own);  // equal only if the router saw NaN
-    }
-    places[rank] = args.slots ? own : expert;
-    weights[rank] = fresh(&routing[own].weight);
+    for (int slot = 0; slot < p.topk; ++slot)  // equal only if the router saw NaN
+      rank += experts[slot] < expert || (experts[slot] == expert && slot < thread());
+    places[rank] = args.slots ? thread() : expert;
+    weights[rank] = weight;
   }
   consumer_sync();
   const bf16* shared = (const bf16*)(p.work + args.shared);

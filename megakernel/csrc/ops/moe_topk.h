@@ -44,7 +44,7 @@ MK_CALL void moe_topk(int slot) {
   if (wave()) return;
   Routing* routing = (Routing*)(p.work + args.routing);
   const float* logits = (const float*)(routing + p.topk);
-  MK_UNROLL(1)
+  MK_UNROLL(4)
   for (int i = lane(); i < p.experts; i += WAVE) sh.scratch[i] = fresh(&logits[i]);
   choose_experts(routing);
 }
