@@ -139,7 +139,7 @@ def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
     config = table.graph.config
     sums = 8 * shape["consumer_waves"] * shape.get("wave", 32)  # room for four in fp32 of each thread that computes
     x_items = config.kv_lora_rank + config.qk_rope_head_dim
-    slots, scratch = max(64, 3 * config.num_experts_per_tok), config.n_routed_experts
+    slots, scratch = max(64, 4 * config.num_experts_per_tok), config.n_routed_experts
     products = [abi.code(name) for name in ("gemv", "gemv_res", "gemv_silu", "gemv_splitk", "moe_gate_topk")]
     kinds = np.unique(
         np.stack([table.tasks["code"], table.tasks["args"], *table.tasks["rows"].T, *table.tasks["chunk"].T]), axis=1

@@ -95,7 +95,7 @@ def rerouted(weights, ranks, token, tie=False):
 
 def test_a_turned_near_tie_is_explained_and_what_follows_it(weights):
     found = set()
-    for token in (5, 8, 11, 24):
+    for token in (5, 7, 11, 24):
         compared = rerouted(weights, [0, 1, 3], token, tie=True)
         assert not compared.failed
         near = compared.routing[0]

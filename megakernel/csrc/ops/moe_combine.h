@@ -15,20 +15,22 @@ MK_CALL void moe_combine(int slot) {
   int32_t* places = (int32_t*)sh.slots;
   float* weights = sh.slots + p.topk;
   int32_t* experts = (int32_t*)(weights + p.topk);
-  int expert = 0;
-  float weight = 0;
-  if (thread() < p.topk) {
-    expert = fresh(&routing[thread()].expert), weight = fresh(&routing[thread()].weight);
-    experts[thread()] = expert;
+  float* chances = weights + 2 * p.topk;
+  MK_UNROLL(1)
+  for (int own = thread(); own < p.topk; own += CONSUMERS) {
+    experts[own] = fresh(&routing[own].expert);
+    chances[own] = fresh(&routing[own].weight);
   }
   consumer_sync();
-  if (thread() < p.topk) {
+  MK_UNROLL(1)
+  for (int own = thread(); own < p.topk; own += CONSUMERS) {
+    const int expert = experts[own];
     int rank = 0;
     MK_UNROLL(1)
-    for (int slot = 0; slot < p.topk; ++slot)  // equal only if the router saw NaN
-      rank += experts[slot] < expert || (experts[slot] == expert && slot < thread());
-    places[rank] = args.slots ? thread() : expert;
-    weights[rank] = weight;
+    for (int other = 0; other < p.topk; ++other)  // equal only if the router saw NaN
+      rank += experts[other] < expert || (experts[other] == expert && other < own);
+    places[rank] = args.slots ? own : expert;
+    weights[rank] = chances[own];
   }
   consumer_sync();
   const bf16* shared = (const bf16*)(p.work + args.shared);
