@@ -95,10 +95,6 @@ FLOORS = {"host": dict(x_items=4096, slots=4096, scratch=4096)}
 """Room that a build has at least, so that the many small tables of tests share builds."""
 
 
-KEY_ELEMENTS = 768
-"""Of the longest key in attention; csrc/ops/attn_chunk.h has the same number."""
-
-
 def parts_of_row(rows: int, cols: int, shape: Mapping[str, int]) -> int:
     """Sums that a row of so many columns leaves, in a task of so many rows; csrc/stream.h does the same."""
     items = shape["stage_bytes"] // 2
@@ -162,11 +158,11 @@ def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
         elif code == abi.code("attn_chunk"):
             heads = (end - first) // int(args["head_stride"])
             main = config.qk_nope_head_dim if args["absorbed"] < 0 else config.kv_lora_rank
-            if main + config.qk_rope_head_dim > KEY_ELEMENTS:
-                length = main + config.qk_rope_head_dim
-                raise ValueError(f"config: keys of attention have {length} elements, at most {KEY_ELEMENTS} fit")
+            length = main + config.qk_rope_head_dim
+            if length > abi.KEY_ELEMENTS:
+                raise ValueError(f"config: keys of attention have {length} elements, at most {abi.KEY_ELEMENTS} fit")
             # queries, and the row of this position
-            x_items = max(x_items, (heads + 1) * (main + config.qk_rope_head_dim) + sums)
+            x_items = max(x_items, (heads + 1) * length + sums)
             # scores, and two pointers for each position
             scratch = max(scratch, (heads + 4) * (right - left))
         elif code == abi.code("attn_merge"):

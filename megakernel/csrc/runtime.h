@@ -311,7 +311,7 @@ MK_DEVICE void consume(const Params& p) {
       state = State::done;
       break;
     }
-    int64_t* line = p.timeline && thread() == 0 ? (int64_t*)p.timeline + 4 * (int64_t)number : nullptr;
+    int64_t* line = p.timeline && thread() == 0 ? (int64_t*)p.timeline + TIMELINE_WORDS * (int64_t)number : nullptr;
     if (line) {
       line[0] = block();
       line[1] = nanoseconds();

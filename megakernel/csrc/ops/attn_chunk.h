@@ -7,8 +7,6 @@
 
 namespace mk {
 
-constexpr int KEY_ELEMENTS = 768;  // of the longest key: a lane has its part of a query in registers
-
 // What the phases of a task share.
 struct Attention {
   const Args* args;

@@ -1,5 +1,5 @@
-// out = W x: projections, the experts' second matrices, the router's logits, the LM head. Into `work`, or into this position's row of the
-// decompressed cache.
+// out = W x: projections, the experts' second matrices, the router's logits, the LM head. Into `work`, or into this
+// position's row of the decompressed cache.
 #pragma once
 
 #include "../gemv.h"
