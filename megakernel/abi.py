@@ -202,9 +202,6 @@ TIMELINE = ("worker", "taken", "ready", "done")
 """Of a task: the worker, then nanoseconds of the device's clock: when its consumers took it, when what it waits for was
 there, and when they were done."""
 
-KEY_ELEMENTS = 768
-"""Of the longest key in attention: a lane has its part of a query in registers."""
-
 PARTIAL_STATS = 4
 """fp32 words after each head's output in a chunk of attention: largest score, sum, and two of padding."""
 
@@ -268,7 +265,6 @@ def header() -> str:
         f"constexpr int32_t ABI_VERSION = {VERSION};",
         f"constexpr int32_t APPENDS = {APPENDS};",
         f"constexpr int PARTIAL_STATS = {PARTIAL_STATS};",
-        f"constexpr int KEY_ELEMENTS = {KEY_ELEMENTS};",
         f"constexpr int TIMELINE_WORDS = {len(TIMELINE)};",
         "",
     ]

@@ -40,6 +40,8 @@ class BuildConfig:
     """Groups of waves that take turns with the pieces in the ring; a divisor of consumer_waves and of stages."""
     stages: int
     """Pieces of weights that the ring has room for."""
+    in_flight: int
+    """Pieces that may be on their way from memory at once, where copies are asynchronous."""
     stage_bytes: int
     """Of a piece; a multiple of 128."""
     x_items: int
@@ -64,6 +66,8 @@ class BuildConfig:
             )
         if self.stages % self.teams:
             raise ValueError(f"stages must be a multiple of teams = {self.teams}, not {self.stages}")
+        if not self.in_flight <= self.stages:
+            raise ValueError(f"in_flight must be at most stages = {self.stages}, not {self.in_flight}")
         if self.stage_bytes % 128:
             raise ValueError(f"stage_bytes must be a multiple of 128, not {self.stage_bytes}")
         if self.wave not in (32, 64):
@@ -81,10 +85,10 @@ class BuildConfig:
 
 SHAPES = {
     # small stages, so that the tiny model has rows of several pieces and pieces of several rows
-    "host": dict(consumer_waves=2, teams=2, stages=4, stage_bytes=1024),
-    # 192 KB of ring, which ran ahead furthest in measurements of streaming
-    "sm_90a": dict(consumer_waves=8, teams=4, stages=12, stage_bytes=16 * 1024),
-    "gfx942": dict(consumer_waves=4, teams=2, stages=4, stage_bytes=8 * 1024, wave=64),
+    "host": dict(consumer_waves=2, teams=2, stages=4, in_flight=3, stage_bytes=1024),
+    # 192 KB of ring, which ran ahead furthest in measurements of streaming; a wave for each piece, six rows of 4 KB
+    "sm_90a": dict(consumer_waves=8, teams=8, stages=8, in_flight=3, stage_bytes=24 * 1024),
+    "gfx942": dict(consumer_waves=4, teams=2, stages=4, in_flight=4, stage_bytes=8 * 1024, wave=64),
 }
 """What blocks look like on each target, unless a caller says otherwise."""
 
@@ -133,9 +137,10 @@ def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
         shape: consumer_waves, teams, stage_bytes and wave of the build.
     """
     config = table.graph.config
-    sums = 8 * shape["consumer_waves"] * shape.get("wave", 32)  # room for four in fp32 of each thread that computes
     x_items = config.kv_lora_rank + config.qk_rope_head_dim
-    slots, scratch = max(64, 4 * config.num_experts_per_tok), config.n_routed_experts
+    # each wave has the routing, and the scores that it is made from
+    waves = shape["consumer_waves"]
+    slots, scratch = max(64, 4 * waves * config.num_experts_per_tok), waves * config.n_routed_experts
     products = [abi.code(name) for name in ("gemv", "gemv_res", "gemv_silu", "gemv_splitk", "moe_gate_topk")]
     kinds = np.unique(
         np.stack([table.tasks["code"], table.tasks["args"], *table.tasks["rows"].T, *table.tasks["chunk"].T]), axis=1
@@ -153,21 +158,18 @@ def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
             slots = max(slots, rows * parts_of_row(rows, cols, shape))
             if args["input_kind"] == abi.value("Input", "merge"):
                 heads = heads if args["head_rows"] else cols // int(args["head_stride"])
-                scratch = max(scratch, heads * int(args["chunks"]))
-                x_items = max(x_items, heads * int(args["head_stride"]) + sums)
+                scratch = max(scratch, max(heads, waves) * int(args["chunks"]))
+                x_items = max(x_items, heads * int(args["head_stride"]))
         elif code == abi.code("attn_chunk"):
             heads = (end - first) // int(args["head_stride"])
             main = config.qk_nope_head_dim if args["absorbed"] < 0 else config.kv_lora_rank
             length = main + config.qk_rope_head_dim
-            if length > abi.KEY_ELEMENTS:
-                raise ValueError(f"config: keys of attention have {length} elements, at most {abi.KEY_ELEMENTS} fit")
             # queries, and the row of this position
-            x_items = max(x_items, (heads + 1) * length + sums)
+            x_items = max(x_items, (heads + 1) * length)
             # scores, and two pointers for each position
             scratch = max(scratch, (heads + 4) * (right - left))
         elif code == abi.code("attn_merge"):
-            scratch = max(scratch, (end - first) // int(args["head_stride"]) * int(args["chunks"]))
-            x_items = max(x_items, sums)
+            scratch = max(scratch, max((end - first) // int(args["head_stride"]), waves) * int(args["chunks"]))
     # whole vectors of 16 bytes
     return {name: -(-need // 8) * 8 for name, need in zip(ROOM, (x_items, slots, scratch), strict=True)}
 

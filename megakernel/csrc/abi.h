@@ -37,7 +37,6 @@ enum class State : int32_t { idle = 0, waiting = 1, streaming = 2, routing = 3, 
 constexpr int32_t ABI_VERSION = 3;
 constexpr int32_t APPENDS = 1;
 constexpr int PARTIAL_STATS = 4;
-constexpr int KEY_ELEMENTS = 768;
 constexpr int TIMELINE_WORDS = 4;
 
 struct Task {

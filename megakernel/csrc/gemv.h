@@ -3,6 +3,7 @@
 // is in its own file: it adds each row's sums in a fixed order (row_sum).
 #pragma once
 
+#include "dot.h"
 #include "merge.h"
 #include "norm.h"
 #include "wait.h"
@@ -12,32 +13,25 @@ namespace mk {
 // Where the consumers are.
 struct Consumer {
   uint32_t pieces;  // streamed so far
-  int iteration;
+  int iteration, slot;  // of the task
 };
 
 MK_DEVICE int position_of(int iteration) { return shared().params.position + iteration; }
 
-// Heads whose inputs the rows of a task multiply: [first, end); one if all rows have the same input.
-MK_DEVICE void heads_of(const Task& task, const Args& args, int* first, int* end) {
-  *first = args.head_rows ? task.rows[0] / args.head_rows : 0;
-  *end = args.head_rows ? (task.rows[1] - 1) / args.head_rows + 1 : 1;
-}
-
-MK_DEVICE void stage_input(const Task& task, const Args& args) {
+MK_DEVICE void stage_input(const Task& task, const Args& args, const Stream& s) {
   const Params& p = shared().params;
   int at = (By)task.by == By::all ? 0 : task.at;
   const unsigned char* from = (const unsigned char*)p.work + args.input + at * args.input_bytes;
   bf16* x = shared().x;
-  int first, end;
-  heads_of(task, args, &first, &end);
+  const int first = s.head;
+  int end = s.head + s.heads;
   switch ((Input)args.input_kind) {
     case Input::norm:
       norm((const bf16*)from, (const bf16*)(p.weights + args.norm), args.cols, args.kv_eps ? p.kv_eps : p.eps, x);
       break;
     case Input::merge: {
       if (!args.head_rows) end = args.cols / args.head_stride;
-      float* sums = (float*)(x + (end - first) * args.head_stride);
-      merge((const float*)from, args.chunks, first, end, args.head_stride, x, sums);
+      merge((const float*)from, args.chunks, first, end, args.head_stride, x);
       break;
     }
     case Input::plain: {
@@ -45,95 +39,106 @@ MK_DEVICE void stage_input(const Task& task, const Args& args) {
       int vectors = (split ? task.chunk[1] - task.chunk[0] : args.cols) / 8;
       const bf16* vector = (const bf16*)from + (split ? task.chunk[0] : 0);
       MK_UNROLL(1)
-      for (int i = thread(); i < (end - first) * vectors; i += CONSUMERS)
-        store_vector(x + 8 * i, fresh((const Vec16*)(vector + (first + i / vectors) * args.head_stride) + i % vectors));
+      for (int head = first; head < end; ++head, x += 8 * vectors) {
+        const Vec16* own = (const Vec16*)(vector + head * args.head_stride);
+        MK_UNROLL(1)
+        for (int i = thread(); i < vectors; i += CONSUMERS) store_vector(x + 8 * i, fresh(own + i));
+      }
       break;
     }
   }
 }
 
-// A sum over every `step`-th vector of a row. Two sums, so that fewer products wait for one another.
-struct Dot {
-  float low, high;
+// What the lanes of a wave do with the rows of a piece: whole rows, or every TEAM_WAVES-th part of them if there are fewer
+// rows than waves of the team. Rows that are too short for a wave are shared by a part of it, several at once.
+struct Share {
+  int group, own;   // of this lane: which of the rows at once, and its first element of a row
+  int first, next;  // row of the wave, and from one row to the next
+  int begin, step;  // elements of a row
+  int part;         // of a row's sums, if the piece is the first of the row
 
-  MK_DEVICE Dot() : low(0), high(0) {}
-  MK_DEVICE void add(const Vec16& weights, const Vec16& x) {
-    for (int j = 0; j < 4; ++j) {
-      low = fmaf(low_half(weights.word[j]), low_half(x.word[j]), low);
-      high = fmaf(high_half(weights.word[j]), high_half(x.word[j]), high);
-    }
+  MK_DEVICE explicit Share(const Stream& s) {
+    const bool together = TEAM_WAVES > 1 && s.at_once < TEAM_WAVES;
+    const int mine = wave() % TEAM_WAVES, groups = WAVE >> s.lane_bits;
+    group = lane() >> s.lane_bits;
+    own = (lane() & ((1 << s.lane_bits) - 1)) * 8;
+    first = together ? 0 : mine * groups;
+    next = together ? 1 : TEAM_WAVES * groups;
+    begin = together ? mine * WAVE * 8 : 0;
+    step = (together ? TEAM_WAVES : 1) * WAVE * 8;
+    part = together ? mine : 0;
   }
-  MK_DEVICE float sum() const { return low + high; }
 };
 
-// Two rows at once.
-MK_DEVICE void dots(const bf16* const weights[2], const bf16* const x[2], int begin, int end, int step, float sums[2]) {
-  Dot first, second;
-  if (x[0] == x[1]) {
-    MK_UNROLL(2)
-    for (int i = begin; i < end; i += step) {
-      const Vec16 both = load_vector(x[0] + i);
-      first.add(load_vector(weights[0] + i), both);
-      second.add(load_vector(weights[1] + i), both);
-    }
-  } else {
-    MK_UNROLL(1)
-    for (int i = begin; i < end; i += step) {
-      first.add(load_vector(weights[0] + i), load_vector(x[0] + i));
-      second.add(load_vector(weights[1] + i), load_vector(x[1] + i));
+// So many rows of a piece, from `base` on: at once, so that x is loaded once, and their sums over the wave overlap.
+template <int ROWS, bool ONE_INPUT>
+MK_DEVICE void multiply(const Share& share, const Stream& s, const Task& task, const Args& args, const Piece& piece, const bf16* stage, int base) {
+  Shared& sh = shared();
+  int rows[ROWS];
+  const bf16 *weights[ROWS], *x[ROWS];
+  for (int i = 0; i < ROWS; ++i) {
+    rows[i] = base + share.group + i * share.next;
+    const int row = rows[i] < piece.rows ? rows[i] : piece.rows - 1;  // a row that isn't there counts for nothing
+    const int head = ONE_INPUT ? 0 : (task.rows[0] + piece.row + row) / args.head_rows - s.head;
+    weights[i] = stage + row * piece.cols;
+    x[i] = sh.x + head * s.cols + piece.col;
+  }
+  Dot sums[ROWS];
+  int at = share.begin + share.own, left = piece.cols - share.begin;
+  MK_UNROLL(2)
+  for (; left >= share.step; left -= share.step, at += share.step) {
+    Vec16 input = arranged(load_vector(x[0] + at));
+    for (int i = 0; i < ROWS; ++i) {
+      if (i && !ONE_INPUT) input = arranged(load_vector(x[i] + at));
+      sums[i].add(load_vector(weights[i] + at), input);
     }
   }
-  sums[0] = first.sum();
-  sums[1] = second.sum();
-}
-
-// One wave's share of a piece: whole rows of it, or every TEAM_WAVES-th part of its rows if these are fewer. Rows that
-// are too short for a wave are shared by a part of it, so that several are on their way at once.
-MK_DEVICE void multiply(const Task& task, const Args& args, const Stream& s, const Piece& piece, const bf16* stage) {
-  Shared& sh = shared();
-  const bool together = s.at_once < TEAM_WAVES;
-  int lanes = WAVE;  // of a row
-  while (!together && (lanes / 2) * 8 >= s.cols) lanes /= 2;
-  const int mine = wave() % TEAM_WAVES, group = lane() / lanes, groups = WAVE / lanes;
-  const int part = piece.col / s.piece * (together ? TEAM_WAVES : 1) + (together ? mine : 0);
-  const int begin = ((together ? mine * WAVE : 0) + lane() % lanes) * 8, step = (together ? TEAM_WAVES : 1) * lanes * 8;
-  const int next = together ? 1 : TEAM_WAVES * groups;
-  const int first_head = args.head_rows ? task.rows[0] / args.head_rows : 0;
-  MK_UNROLL(1)
-  for (int base = together ? 0 : mine * groups; base < piece.rows; base += 2 * next) {
-    // two rows, so that their sums over the wave overlap
-    const int rows[2] = {base + group, base + group + next};
-    const bf16 *weights[2], *x[2];
-    for (int i = 0; i < 2; ++i) {
-      int row = rows[i] < piece.rows ? rows[i] : piece.rows - 1;  // if there is no second row this one counts for nothing
-      int head = args.head_rows ? (task.rows[0] + piece.row + row) / args.head_rows - first_head : 0;
-      weights[i] = stage + row * piece.cols;
-      x[i] = sh.x + head * s.cols + piece.col;
+  if (left > 0) {  // not all lanes have some
+    const bool some = at < piece.cols;
+    Vec16 input = {};
+    if (some) input = arranged(load_vector(x[0] + at));
+    for (int i = 0; i < ROWS; ++i) {
+      Vec16 values = {};
+      if (some) values = load_vector(weights[i] + at);
+      if (some && i && !ONE_INPUT) input = arranged(load_vector(x[i] + at));
+      sums[i].add(values, input);
     }
-    float sums[2];
-    dots(weights, x, begin, piece.cols, step, sums);
-    wave_sync();
-    for (int mask = lanes / 2; mask; mask /= 2)
-      for (int i = 0; i < 2; ++i) sums[i] += shuffle_xor(sums[i], mask);
-    for (int i = 0; i < 2; ++i)
-      if (lane() % lanes == 0 && rows[i] < piece.rows) sh.slots[(piece.row + rows[i]) * s.parts + part] = sums[i];
+  }
+  wave_sync();
+  const int part = piece.number * (s.at_once < TEAM_WAVES ? TEAM_WAVES : 1) + share.part;
+  for (int i = 0; i < ROWS; ++i) {
+    const float total = sums[i].over(1 << s.lane_bits);
+    if (share.own == 0 && rows[i] < piece.rows) sh.slots[(piece.row + rows[i]) * s.parts + part] = total;
   }
 }
 
 // Sums of the rows of a task in `slots`, of both matrices if it has two. All consumers call it.
 MK_DEVICE void product(Consumer& c, const Task& task, const Args& args, const Stream& s) {
   Shared& sh = shared();
-  stage_input(task, args);
+  stage_input(task, args, s);
   consumer_sync();
+  if (thread() == 0) gate_arrive(&sh.started[c.slot]);
+  const Share share(s);
   int team = wave() / TEAM_WAVES;
   // the first piece of this team from here on
   int number = (int)((uint32_t)(team + TEAMS) - c.pieces % TEAMS) % TEAMS;
   MK_UNROLL(1)
   for (; number < s.count; number += TEAMS) {
-    uint32_t piece = c.pieces + number, stage = piece % STAGES;
+    const uint32_t count = c.pieces + number, stage = count % STAGES;
+    const Piece piece = piece_of(s, number);
     // after a launch was given up nothing arrives, and nothing that is computed counts
-    gate_wait(&sh.full[stage], piece / STAGES);
-    multiply(task, args, s, piece_of(s, number), (const bf16*)sh.ring[stage]);
+    gate_wait(&sh.full[stage], count / STAGES);
+    const bf16* weights = (const bf16*)sh.ring[stage];
+    int base = share.first;
+    if (s.heads > 1) {
+      MK_UNROLL(1)
+      for (; base < piece.rows; base += 2 * share.next) multiply<2, false>(share, s, task, args, piece, weights, base);
+    } else {
+      MK_UNROLL(1)
+      for (; piece.rows - base > 2 * share.next; base += 4 * share.next)
+        multiply<4, true>(share, s, task, args, piece, weights, base);
+      if (base < piece.rows) multiply<2, true>(share, s, task, args, piece, weights, base);
+    }
     wave_sync();
     if (lane() == 0) gate_arrive(&sh.empty[stage]);
   }

@@ -5,25 +5,34 @@
 
 namespace mk {
 
-// All consumers: out[0 .. width) = norm(x) * weight, a multiple of 8. `out` is complete after the next consumer_sync.
-// x is read once: where it comes from is far away.
+// All consumers, once in a task: out[0 .. width) = norm(x) * weight, a multiple of 8. `out` is complete after the next
+// consumer_sync. x is read once: where it comes from is far away, and so is the weight.
 MK_CALL void norm(const bf16* x, const bf16* weight, int width, float eps, bf16* out) {
+  Shared& sh = shared();
+  Vec16 values = {}, weights = {};  // this thread's first ones
+  if (thread() < width / 8) {
+    weights = load_vector(weight + 8 * thread());
+    values = fresh((const Vec16*)x + thread());
+  }
   float squares = 0;
-  Vec16 first = {};  // of the weights, which come from as far as x
-  if (thread() < width / 8) first = load_vector(weight + 8 * thread());
   MK_UNROLL(1)
   for (int i = thread(); i < width / 8; i += CONSUMERS) {
-    Vec16 values = fresh((const Vec16*)x + i);
-    store_vector(out + 8 * i, values);
+    Vec16 own = values;
+    if (i != thread()) store_vector(out + 8 * i, own = fresh((const Vec16*)x + i));
     for (int j = 0; j < 4; ++j) {
-      squares = fmaf(low_half(values.word[j]), low_half(values.word[j]), squares);
-      squares = fmaf(high_half(values.word[j]), high_half(values.word[j]), squares);
+      squares = fmaf(low_half(own.word[j]), low_half(own.word[j]), squares);
+      squares = fmaf(high_half(own.word[j]), high_half(own.word[j]), squares);
     }
   }
-  float scale = 1.0f / sqrtf(consumer_sum(squares) / width + eps);
+  squares = wave_sum(squares);
+  if (lane() == 0) sh.floats[wave()] = squares;
+  consumer_sync();
+  squares = 0;
+  for (int i = 0; i < CONSUMER_WAVES; ++i) squares += sh.floats[i];
+  const float scale = 1.0f / sqrtf(squares / width + eps);
   MK_UNROLL(1)
   for (int i = thread(); i < width / 8; i += CONSUMERS) {
-    Vec16 values = load_vector(out + 8 * i), weights = i == thread() ? first : load_vector(weight + 8 * i);
+    if (i != thread()) values = load_vector(out + 8 * i), weights = load_vector(weight + 8 * i);
     for (int j = 0; j < 4; ++j) {
       float low = low_half(weights.word[j]) * rounded(low_half(values.word[j]) * scale);
       float high = high_half(weights.word[j]) * rounded(high_half(values.word[j]) * scale);
@@ -47,11 +56,11 @@ MK_CALL bf16 rotated(const bf16* x, int index, int position) {
   return (bf16)(index & 1 ? pair >> 16 : pair & 0xffffu);
 }
 
-// The eight elements from `index` on, likewise.
-MK_CALL Vec16 rotated_vector(const bf16* x, int index, int position) {
+// Eight elements that begin at `index` of such a vector, likewise.
+MK_DEVICE Vec16 rotated_vector(Vec16 values, int index, int position) {
   const Params& p = shared().params;
   const float* angles = (const float*)p.rotary + (int64_t)position * p.rope + index;
-  Vec16 values = fresh((const Vec16*)(x + index)), first = load_vector(angles), second = load_vector(angles + 4);
+  const Vec16 first = load_vector(angles), second = load_vector(angles + 4);
   for (int j = 0; j < 4; ++j) {
     const Vec16& own = j < 2 ? first : second;
     values.word[j] = rotated_pair(values.word[j], bits_to_float(own.word[j % 2 * 2]), bits_to_float(own.word[j % 2 * 2 + 1]));

@@ -7,14 +7,18 @@
 //   thread(), block()         index in the block, index of the block
 //   shuffle_xor(v, mask)      the value of the thread of this wave whose lane is lane ^ mask; all of the wave call it
 //   shuffle_first(v)          the value of lane 0 of this wave; all of the wave call it
-//   wave_any(v)               whether it is true in any thread of this wave; all of the wave call it
+//   wave_votes(v)             a bit for each thread of this wave in which it is true; all of the wave call it
+//   count_ones(votes)         how many these are
 //   wave_sync()               orders shared memory within a wave
 //   block_sync()              all threads of the block
 //   consumer_sync()           all threads of the block but the producer wave's
-//   load_relaxed, store_relaxed, add_relaxed, load_acquire, store_release, add_acq_rel
+//   load_relaxed, store_relaxed, add_relaxed, load_acquire, store_release, add_release,
+//   add_acq_rel
 //                             atomics between blocks, on words in global memory
 //   fresh(pointer)            reads what another block wrote before an acquire of this block
+//   bring_near(pointer)       a hint: this line of memory will be read, and may well come nearer
 //   load_vector, store_vector 16 bytes at once, which a compiler makes into more accesses if it is left to it
+//   MK_MATRIX_UNIT            where it is defined: multiply_matrices(...) of a wave, and shuffle(v, lane) for any lane
 //   Gate                      counts arrivals and bytes in shared memory and has phases (an mbarrier):
 //     gate_init(g, n)         n arrivals complete a phase
 //     gate_arrive(g)          one arrival

@@ -91,13 +91,14 @@ struct Source {
 };
 
 // The producer's side of the ring. It takes some hundred cycles to begin a piece: where single threads can, there is a
-// lane for each stage, so that many begin at once.
+// lane for each stage, so that many begin at once. Ahead of a task only a few are on their way at a time: whatever else
+// the block reads or counts up, and others wait for, queues behind them.
 struct Feeder {
   uint32_t pieces;  // of all streams so far
-  uint32_t last;    // one more than the number of the piece that this lane's stage got last
+  uint32_t last;    // one more than the number of the piece that this lane's stage got last; 0: none yet
 
-  // Brings a stream into the ring. False if the launch was given up.
-  MK_DEVICE bool feed(const Stream& s) {
+  // Brings a stream of task `n` of this worker into the ring. False if the launch was given up.
+  MK_DEVICE bool feed(const Stream& s, uint32_t n) {
     Shared& sh = shared();
     if constexpr (LANES_COPY) {
       const int stage = lane() < STAGES ? lane() : 0;
@@ -106,14 +107,22 @@ struct Feeder {
       if (lane() >= STAGES) piece = pieces;
       const uint32_t first = pieces - s.count;
       Spin spin;
-      while (wave_any(piece < pieces)) {
-        const bool begins = piece < pieces && gate_test(&sh.empty[stage], (int)((piece / STAGES + 1) & 1u));
+      while (wave_votes(piece < pieces)) {
+        const bool flies = last && !gate_test(&sh.full[stage], (int)((last - 1) / STAGES & 1u));
+        const bool runs = gate_test(&sh.started[n % AHEAD], (int)(n / AHEAD & 1u));
+        const int room = (runs ? STAGES : IN_FLIGHT) - count_ones(wave_votes(flies));
+        bool begins = piece < pieces && gate_test(&sh.empty[stage], (int)((piece / STAGES + 1) & 1u));
+        const uint64_t ready = wave_votes(begins);
+        const uint64_t before = ready & ((1ull << stage) - 1), skipped = ready & ((1ull << first % STAGES) - 1);
+        // the stream's first pieces first
+        const int rank = count_ones(before) - count_ones(skipped) + (stage < (int)(first % STAGES) ? count_ones(ready) : 0);
+        begins = begins && rank < room;
         if (begins) {
           fetch(s, piece_of(s, (int)(piece - first)), sh.ring[stage], &sh.full[stage]);
           last = piece + 1;
           piece += STAGES;
         }
-        if (wave_any(begins)) continue;
+        if (wave_votes(begins)) continue;
         rest();
         int alive = 1;
         if (lane() == 0) alive = spin.again();
@@ -155,6 +164,8 @@ MK_DEVICE void produce(const Params& p) {
     state = State::queue;
     if (!source.take(&next)) break;
     task_number = next.task;
+    Stream stream, second;
+    stream.count = second.count = 0;
     if (next.task >= 0) {
       if (lane() < (int)(sizeof(Task) / 4)) ((uint32_t*)&sh.task[slot])[lane()] = next.word;
       wave_sync();
@@ -170,10 +181,23 @@ MK_DEVICE void produce(const Params& p) {
       } else if (own >= 0 && own < HELD && own < task.trigger_count) {
         sh.triggers[slot][own] = ((const int32_t*)p.triggers)[task.trigger_first + own];
       }
+      wave_sync();
+      const Args& args = sh.args[slot];
+      if ((Input)args.input_kind == Input::norm && streams(task))
+        for (int i = 64 * lane(); i < args.cols; i += 64 * WAVE) bring_near((const bf16*)(p.weights + args.norm) + i);
+      if ((Code)task.code == Code::attn_chunk) {
+        CacheStreams cache = cache_streams(p, task, args, next.iteration);
+        stream = cache.rows;
+        second = cache.turned;
+      } else if (streams(task)) {
+        stream = stream_of(p, task, args);
+      }
     }
     if (lane() == 0) {
       sh.number[slot] = next.task;
       sh.iteration[slot] = next.iteration;
+      sh.streams[slot][0] = stream;
+      sh.streams[slot][1] = second;
     }
     wave_sync();
     if (lane() == 0) gate_arrive(&sh.announced[slot]);
@@ -181,38 +205,30 @@ MK_DEVICE void produce(const Params& p) {
       state = State::done;
       break;
     }
+    if (!stream.count) continue;
     const Task& task = sh.task[slot];
-    const Args& args = sh.args[slot];
-    state = State::streaming;
-    // one place that feeds, so that its loop has all it needs in registers
-    Stream stream, second;
-    second.count = 0;
     if ((Code)task.code == Code::attn_chunk) {
-      CacheStreams cache = cache_streams(p, task, args, next.iteration);
-      if (!cache.fit()) continue;
       // rows that this launch has written are complete when the iteration before this one has ended
       if (next.iteration > 0) {
         state = State::waiting;
         if (!wave_event_wait(p.launch_event, next.iteration)) break;
         copies_after_stores();
       }
-      stream = cache.rows;
-      second = cache.turned;
     } else {
-      if (!streams(task)) continue;
       if (task.route_event >= 0) {
         state = State::routing;
         if (!wave_event_wait(task.route_event, next.iteration)) break;
       }
-      int expert = expert_of(p, task, args);
+      const int expert = expert_of(p, task, sh.args[slot]);
       if (expert < 0) continue;
-      stream = stream_of(p, task, args, expert);
+      stream.matrix += expert * sh.args[slot].matrix_bytes;
+      stream.matrix2 += expert * sh.args[slot].matrix_bytes;
     }
     state = State::streaming;
     bool fed = true;
     MK_UNROLL(1)
     while (fed && stream.count) {
-      fed = feeder.feed(stream);
+      fed = feeder.feed(stream, n);
       stream = second;
       second.count = 0;
     }
@@ -228,14 +244,13 @@ MK_DEVICE void produce(const Params& p) {
 // ----------------------------------------------------------------------------------------------------------- consumers
 
 // The ops that multiply share one product; what they do with its rows is theirs.
-MK_DEVICE void execute(Consumer& c, int slot) {
+MK_DEVICE void execute(Consumer& c) {
+  const int slot = c.slot;
   const Task& task = shared().task[slot];
   const Args& args = shared().args[slot];
-  if (streams(task)) {
-    const Params& p = shared().params;
-    // where its weights are concerns the producer
-    if ((By)task.by == By::expert && expert_of(p, task, args) < 0) return;
-    Stream s = stream_of(p, task, args, 0);
+  // where its weights are concerns the producer
+  if (streams(task) && ((By)task.by != By::expert || expert_of(shared().params, task, args) >= 0)) {
+    const Stream s = shared().streams[slot][0];
     product(c, task, args, s);
     switch ((Code)task.code) {
       case Code::gemv: gemv(task, args, s, c.iteration); break;
@@ -247,6 +262,7 @@ MK_DEVICE void execute(Consumer& c, int slot) {
     }
     return;
   }
+  if (thread() == 0) gate_arrive(&shared().started[slot]);
   switch ((Code)task.code) {
     case Code::embedding: embedding(slot, c.iteration); break;
     case Code::rms_norm: rms_norm(slot); break;
@@ -265,8 +281,10 @@ MK_DEVICE void execute(Consumer& c, int slot) {
 // By one thread: one more producer of an event is done. Notes the events that have fired by that.
 MK_DEVICE void count_up(const Params& p, int event, int iteration) {
   Shared& sh = shared();
-  uint32_t now = add_acq_rel((uint32_t*)p.counters + event, 1) + 1;
-  if (p.dynamic && now == threshold_of(p, event, iteration)) {
+  uint32_t* counter = (uint32_t*)p.counters + event;
+  if (!p.dynamic) {
+    add_release(counter, 1);
+  } else if (add_acq_rel(counter, 1) + 1 == threshold_of(p, event, iteration)) {
     sh.fired[sh.fired_count % 8] = event;
     ++sh.fired_count;
   }
@@ -287,8 +305,8 @@ MK_CALL void put_ready(int event, int iteration) {
   }
 }
 
-// All consumers meet here and get the same answer, though `dead` may change at any time. Three places in a row use a
-// flag each: one is written again only when everybody has left the place after the one that read it.
+// All consumers meet here and get the same answer, though `dead` may change at any time. Two places in turn use a flag
+// each: one is written again only when everybody has left the other, and so has read it.
 MK_DEVICE bool given_up(int place) {
   Shared& sh = shared();
   if (thread() == 0) sh.stop[place] = sh.dead;
@@ -298,40 +316,43 @@ MK_DEVICE bool given_up(int place) {
 
 MK_DEVICE void consume(const Params& p) {
   Shared& sh = shared();
-  Consumer c = {0, 0};
+  Consumer c = {0, 0, 0};
   State state = State::idle;
   int32_t number = -1;
   for (uint32_t n = 0;; ++n) {
     const uint32_t slot = n % AHEAD;
-    state = State::queue;
-    gate_wait(&sh.announced[slot], n / AHEAD);
-    if (given_up(0)) break;
-    number = sh.number[slot];
-    if (number < 0) {
-      state = State::done;
-      break;
-    }
-    int64_t* line = p.timeline && thread() == 0 ? (int64_t*)p.timeline + TIMELINE_WORDS * (int64_t)number : nullptr;
-    if (line) {
-      line[0] = block();
-      line[1] = nanoseconds();
-    }
     const Task& task = sh.task[slot];
-    c.iteration = sh.iteration[slot];
-    state = State::waiting;
-    if (thread() == 0) {
+    int64_t* line = nullptr;
+    state = State::queue;
+    // the others wait for this thread, and see what it has seen
+    if (thread() == 0 && gate_wait(&sh.announced[slot], n / AHEAD)) {
+      number = sh.number[slot];
+      c.iteration = sh.iteration[slot];
+      if (number >= 0) state = State::waiting;
+      if (number >= 0 && p.timeline) {
+        line = (int64_t*)p.timeline + TIMELINE_WORDS * (int64_t)number;
+        line[0] = block();
+        line[1] = nanoseconds();
+      }
       MK_UNROLL(1)
-      for (int i = 0; i < task.wait_count; ++i) {
+      for (int i = 0; number >= 0 && i < task.wait_count; ++i) {
         int event = i < HELD ? sh.waits[slot][i] : ((const int32_t*)p.waits)[task.wait_first + i];
         uint32_t threshold = i < HELD ? (uint32_t)sh.thresholds[slot][i] : threshold_of(p, event, c.iteration);
         if (!event_wait(event, threshold, dump_of(p))) break;
       }
     }
-    if (given_up(1)) break;
+    if (given_up(0)) break;
+    number = sh.number[slot];
+    c.iteration = sh.iteration[slot];
+    if (number < 0) {
+      state = State::done;
+      break;
+    }
     if (line) line[2] = nanoseconds();
     state = State::streaming;
-    execute(c, slot);
-    if (given_up(2)) break;
+    c.slot = (int)slot;
+    execute(c);
+    if (given_up(1)) break;
     if (line) line[3] = nanoseconds();
     if (thread() == 0) {
       sh.fired_count = 0;
@@ -370,6 +391,7 @@ MK_DEVICE void work(const Params& p) {
     }
     for (int i = 0; i < AHEAD; ++i) {
       gate_init(&sh.announced[i], 1);
+      gate_init(&sh.started[i], 1);
       gate_init(&sh.finished[i], 1);
     }
     gates_ready();

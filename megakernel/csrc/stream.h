@@ -1,5 +1,5 @@
 // Weights on their way through shared memory: which pieces of which matrices a task reads, in which order. The producer
-// wave and the consumers go through the same pieces, so both derive them from the task alone.
+// wave works it out, and leaves it for the consumers, who go through the same pieces.
 //
 // A piece is a few whole rows, or a part of one row where a row is larger than a stage. Piece c goes into stage
 // c mod STAGES and belongs to team c mod TEAMS, c counting all pieces that the block has ever streamed.
@@ -9,23 +9,9 @@
 
 namespace mk {
 
-struct Stream {
-  const unsigned char *matrix, *matrix2;
-  int rows;       // of each matrix
-  int matrices;   // 1, or 2 whose rows follow each other
-  int pitch;      // elements from row to row
-  int cols;       // elements of a row that are read
-  int at_once;    // rows of a piece
-  int pieces;     // of a row
-  int piece;      // elements of a piece of a row
-  int parts;      // sums that a row leaves: of each piece one, or one for each wave of the team
-  int count;      // pieces in all
-
-  MK_DEVICE int total_rows() const { return rows * matrices; }
-};
-
 struct Piece {
   int row, rows;  // counted through both matrices
+  int number;     // among the pieces of a row
   int col, cols;
 };
 
@@ -59,11 +45,13 @@ MK_DEVICE Stream cut(Stream s, int teams) {
   if (s.at_once > share) s.at_once = share > 0 ? share : 1;
   s.parts = s.pieces * (s.at_once < TEAM_WAVES ? TEAM_WAVES : 1);
   s.count = (s.total_rows() + s.at_once - 1) / s.at_once * s.pieces;
+  s.lane_bits = WAVE == 32 ? 5 : 6;
+  while (s.at_once >= TEAM_WAVES && s.lane_bits > 2 && 4 << s.lane_bits >= s.cols) --s.lane_bits;
   return s;
 }
 
-// Of a task that multiplies.
-MK_DEVICE Stream stream_of(const Params& p, const Task& task, const Args& args, int expert) {
+// Of a task that multiplies, as if its expert were number 0.
+MK_DEVICE Stream stream_of(const Params& p, const Task& task, const Args& args) {
   Stream s;
   bool split = (Code)task.code == Code::gemv_splitk;
   int first = (Code)task.code == Code::moe_gate_topk ? 0 : task.rows[0];
@@ -71,9 +59,11 @@ MK_DEVICE Stream stream_of(const Params& p, const Task& task, const Args& args, 
   s.matrices = (Code)task.code == Code::gemv_silu ? 2 : 1;
   s.pitch = args.cols;
   s.cols = split ? task.chunk[1] - task.chunk[0] : args.cols;
-  int64_t offset = expert * args.matrix_bytes + 2 * ((int64_t)first * s.pitch + (split ? task.chunk[0] : 0));
+  int64_t offset = 2 * ((int64_t)first * s.pitch + (split ? task.chunk[0] : 0));
   s.matrix = (const unsigned char*)p.weights + args.weight + offset;
   s.matrix2 = (const unsigned char*)p.weights + args.weight2 + offset;
+  s.head = args.head_rows ? task.rows[0] / args.head_rows : 0;
+  s.heads = args.head_rows ? (task.rows[1] - 1) / args.head_rows + 1 - s.head : 1;
   return cut(s, TEAMS);
 }
 
@@ -81,12 +71,10 @@ MK_DEVICE Stream stream_of(const Params& p, const Task& task, const Args& args, 
 // apart. Only positions before this one, which is written in the same iteration, and not before the task's events.
 struct CacheStreams {
   Stream rows, turned;
-
-  // They stay in the ring, in whole rows, until the task is done. If they don't fit they are read where they are.
-  MK_DEVICE bool fit() const { return rows.pieces == 1 && turned.pieces == 1 && rows.count + turned.count <= STAGES; }
-  MK_DEVICE int held() const { return fit() ? rows.count + turned.count : 0; }
 };
 
+// They stay in the ring, in whole rows, until the task is done. If they don't fit they are read where they are, and
+// there are no pieces.
 MK_DEVICE CacheStreams cache_streams(const Params& p, const Task& task, const Args& args, int iteration) {
   CacheStreams s;
   const int now = p.position + iteration, begin = task.chunk[0], end = task.chunk[1] < now ? task.chunk[1] : now;
@@ -100,12 +88,15 @@ MK_DEVICE CacheStreams cache_streams(const Params& p, const Task& task, const Ar
   int64_t offset = (int64_t)begin * args.cache_pitch + (absorbed ? 0 : first * each);
   s.rows.matrix = (const unsigned char*)p.cache + args.cache + 2 * offset;
   s.rows.matrix2 = s.turned.matrix2 = nullptr;
+  s.rows.head = s.turned.head = first;
+  s.rows.heads = s.turned.heads = heads;
   s.turned.pitch = s.turned.cols = p.rope;
   s.turned.matrix = (const unsigned char*)p.cache + args.rope_cache + 2 * (int64_t)begin * p.rope;
   s.rows = cut(s.rows, 1);
   s.turned.matrices = s.turned.pieces = s.turned.at_once = 1;
   s.turned.count = 0;
   if (!absorbed) s.turned = cut(s.turned, 1);
+  if (s.rows.pieces > 1 || s.turned.pieces > 1 || s.rows.count + s.turned.count > STAGES) s.rows.count = s.turned.count = 0;
   return s;
 }
 
@@ -114,7 +105,8 @@ MK_DEVICE Piece piece_of(const Stream& s, int number) {
   const int line = s.pieces == 1 ? number : number / s.pieces;  // a division takes as long as much of the rest
   piece.row = line * s.at_once;
   piece.rows = s.total_rows() - piece.row < s.at_once ? s.total_rows() - piece.row : s.at_once;
-  piece.col = (number - line * s.pieces) * s.piece;
+  piece.number = number - line * s.pieces;
+  piece.col = piece.number * s.piece;
   piece.cols = s.cols - piece.col < s.piece ? s.cols - piece.col : s.piece;
   return piece;
 }

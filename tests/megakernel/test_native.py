@@ -23,7 +23,7 @@ from megakernel.table import pack
 
 SHAPES = {
     "rows in pieces": dict(consumer_waves=4, teams=2, stages=4, stage_bytes=128),
-    "one team": dict(consumer_waves=2, teams=1, stages=3, stage_bytes=256),
+    "one team": dict(consumer_waves=2, teams=1, stages=3, in_flight=1, stage_bytes=256),
     "waves of 64": dict(consumer_waves=2, teams=2, stages=4, stage_bytes=1024, wave=64),
 }
 """Blocks of other shapes than the host's own: rows larger than a stage, several pieces for each team, AMD's waves."""
@@ -412,6 +412,7 @@ def test_a_cache_folder_that_cannot_be_used_is_named(tmp_path, monkeypatch):
         (dict(teams=3), "consumer_waves must be teams = 3 times a power of two, not 2"),
         (dict(consumer_waves=3, teams=1), "consumer_waves must be teams = 1 times a power of two, not 3"),
         (dict(stages=3), "stages must be a multiple of teams = 2, not 3"),
+        (dict(in_flight=5), "in_flight must be at most stages = 4, not 5"),
         (dict(stage_bytes=100), "stage_bytes must be a multiple of 128, not 100"),
         (dict(wave=48), "wave must be 32 or 64, not 48"),
         (dict(x_items=8.5), "x_items must be a positive integer, not 8.5"),

@@ -19,72 +19,87 @@ struct Attention {
   int now, positions;
   int pitch;             // of scores: positions of a whole chunk
   bf16* queries;         // [heads][each]
-  const bf16** rows;     // [positions]: where the row of the cache is
-  const bf16** turned;   // [positions]: and its rotated key
+  int64_t* rows;         // [positions]: where the row of the cache is; as row_at has it
+  int64_t* turned;       // [positions]: and its rotated key
   float* scores;         // [heads][pitch]
 };
 
-// Loads as many as there are at once: what is read was written by other blocks, and is far away.
+// Rows are all in shared memory, or anywhere: what is known to be in shared memory is read by shorter code.
+template <bool NEAR>
+MK_DEVICE const bf16* row_at(int64_t place) {
+  return NEAR ? (const bf16*)((const unsigned char*)&shared() + (int)place) : (const bf16*)place;
+}
+MK_DEVICE int64_t place_of(const void* near, bool all_near) {
+  return all_near ? (int64_t)((const unsigned char*)near - (const unsigned char*)&shared()) : (int64_t)near;
+}
+
+// As `Dot` wants them. What is read was written by other blocks, and is far away: one load each, whatever it is.
 MK_DEVICE void stage_queries(const Attention& a) {
   const Params& p = shared().params;
   const bf16* query = (const bf16*)(p.work + a.args->query);
   const int vectors = a.each / 8;
   MK_UNROLL(1)
   for (int i = thread(); i < a.heads * vectors; i += CONSUMERS) {
-    int head = a.first + i / vectors, at = i % vectors * 8;
-    const bf16* own = query + head * (p.nope + p.rope);
-    Vec16 values;
-    if (at < a.plain)
-      values = fresh((const Vec16*)(a.absorbed ? (const bf16*)(p.work + a.args->absorbed) + head * p.lora + at : own + at));
-    else if (a.folded)
-      values = rotated_vector(own + p.nope, at - a.plain, a.now);
-    else
-      values = fresh((const Vec16*)((const bf16*)(p.work + a.args->rotated) + head * p.rope + at - a.plain));
-    store_vector(a.queries + 8 * i, values);
+    const int own = i / vectors, head = a.first + own, at = (i - own * vectors) * 8;
+    const bf16* from = query + head * (p.nope + p.rope) + at;
+    if (a.absorbed) from = at < a.plain ? (const bf16*)(p.work + a.args->absorbed) + head * p.lora + at : from - p.lora + p.nope;
+    if (at >= a.plain && !a.folded) from = (const bf16*)(p.work + a.args->rotated) + head * p.rope + at - a.plain;
+    Vec16 values = fresh((const Vec16*)from);
+    if (at >= a.plain && a.folded) values = rotated_vector(values, at - a.plain, a.now);
+    store_vector(a.queries + 8 * i, arranged(values));
   }
 }
 
-// A wave takes a position and two heads at once: they may share its key, and their sums over the wave overlap. Each lane
-// keeps its part of the queries.
+// The products of `count` elements of a key with two queries. The key may have another part for the other query.
+MK_DEVICE void add_products(Dot sums[2], const bf16* key, int other_key, const bf16* query, int other_query, int own, int count) {
+  MK_UNROLL(3)
+  for (; count >= 64; count -= 64, own += 64) {
+    const Vec16 values = load_vector(key + own);
+    sums[0].add(values, load_vector(query + own));
+    sums[1].add(other_key ? load_vector(key + own + other_key) : values, load_vector(query + own + other_query));
+  }
+  if (count > 0) {  // not all lanes have some
+    Vec16 values = {}, others = {}, queries[2] = {};
+    if (lane() % 8 * 8 < count) {
+      values = load_vector(key + own);
+      others = load_vector(key + own + other_key);
+      queries[0] = load_vector(query + own);
+      queries[1] = load_vector(query + own + other_query);
+    }
+    sums[0].add(values, queries[0]);
+    sums[1].add(others, queries[1]);
+  }
+}
+
+// Eight lanes take a position, for two heads at once, which may share its key.
+template <bool NEAR>
 MK_DEVICE void score(const Attention& a) {
-  constexpr int AT_ONCE = 2, VECTORS = (KEY_ELEMENTS + WAVE * 8 - 1) / (WAVE * 8);
-  const Params& p = shared().params;
+  constexpr int AT_ONCE = WAVE / 8;
+  const float scale = shared().params.softmax_scale;
+  const int own = lane() % 8 * 8;
   MK_UNROLL(1)
-  for (int first = 0; first < a.heads; first += AT_ONCE) {
+  for (int first = 0; first < a.heads; first += 2) {
     const bool both = first + 1 < a.heads;
-    Vec16 queries[AT_ONCE][VECTORS];
-    for (int j = 0; j < AT_ONCE; ++j)
-      for (int k = 0; k < VECTORS; ++k) {
-        const int at = (k * WAVE + lane()) * 8;
-        queries[j][k] = Vec16{};
-        if (at < a.each && (both || !j)) queries[j][k] = load_vector(a.queries + (first + j) * a.each + at);
-      }
+    const bf16* query = a.queries + first * a.each;
+    const int other_query = both ? a.each : 0;
     MK_UNROLL(1)
-    for (int position = wave(); position < a.positions; position += CONSUMER_WAVES) {
-      const bf16 *row = a.rows[position] + first * a.head_pitch;
-      const bf16* turned = a.absorbed ? row + a.plain : a.turned[position];
-      Vec16 keys[VECTORS];
-      for (int k = 0; k < VECTORS; ++k) {
-        const int at = (k * WAVE + lane()) * 8;
-        keys[k] = Vec16{};
-        if (at < a.each) keys[k] = load_vector(at < a.plain ? row + at : turned + (at - a.plain));
+    for (int base = wave() * AT_ONCE; base < a.positions; base += CONSUMER_WAVES * AT_ONCE) {
+      int position = base + lane() / 8;
+      const bool there = position < a.positions;
+      if (!there) position = a.positions - 1;
+      const bf16* row = row_at<NEAR>(a.rows[position]) + first * a.head_pitch;
+      Dot sums[2];
+      if (a.absorbed) {
+        add_products(sums, row, 0, query, other_query, own, a.each);
+      } else {
+        add_products(sums, row, both ? a.head_pitch : 0, query, other_query, own, a.plain);
+        add_products(sums, row_at<NEAR>(a.turned[position]), 0, query + a.plain, other_query, own, a.each - a.plain);
       }
-      Dot dots[AT_ONCE];
-      for (int j = 0; j < AT_ONCE; ++j) {
-        if (j && both && a.head_pitch)
-          for (int k = 0; k < VECTORS; ++k) {
-            const int at = (k * WAVE + lane()) * 8;
-            if (at < a.plain) keys[k] = load_vector(row + a.head_pitch + at);
-          }
-        for (int k = 0; k < VECTORS; ++k) dots[j].add(keys[k], queries[j][k]);
-      }
-      float sums[AT_ONCE];
-      for (int j = 0; j < AT_ONCE; ++j) sums[j] = dots[j].sum();
-      for (int mask = WAVE / 2; mask; mask /= 2)
-        for (int j = 0; j < AT_ONCE; ++j) sums[j] += shuffle_xor(sums[j], mask);
-      if (lane() == 0) {
-        a.scores[first * a.pitch + position] = sums[0] * p.softmax_scale;
-        if (both) a.scores[(first + 1) * a.pitch + position] = sums[1] * p.softmax_scale;
+      wave_sync();
+      const float one = sums[0].over(8) * scale, two = sums[1].over(8) * scale;
+      if (own == 0 && there) {
+        a.scores[first * a.pitch + position] = one;
+        if (both) a.scores[(first + 1) * a.pitch + position] = two;
       }
     }
   }
@@ -114,52 +129,66 @@ MK_DEVICE void weigh(const Attention& a, float* out) {
   }
 }
 
-// The weighted sums of the values. A thread has four elements of a head; if there are more threads than that, several
-// share them, each with some of the positions.
-MK_DEVICE void mix(const Attention& a, float* parts, float* out) {
-  const int quads = a.width / 4, items = a.heads * quads;
-  int shares = 1;
-  while (shares * 2 * items <= CONSUMERS) shares *= 2;
+// The weighted sums of the values. Eight lanes have eight elements each, of two heads if these share the values; the
+// others of a wave have the same elements, and other positions.
+template <bool NEAR>
+MK_DEVICE void mix(const Attention& a, float* out) {
+  constexpr int LANES = 8, SHARES = WAVE / LANES;
+  const int vectors = a.width / 8, at_once = a.head_pitch ? 1 : 2, pairs = (a.heads + at_once - 1) / at_once;
   MK_UNROLL(1)
-  for (int i = thread(); i < items * shares; i += CONSUMERS) {
-    const int item = i % items, share = i / items, head = item / quads, at = item % quads * 4;
-    const bf16* const* rows = a.rows;
-    const float* weights = a.scores + head * a.pitch;
-    const int from = head * a.head_pitch + a.value + at;
-    float sums[4] = {0, 0, 0, 0};
-    MK_UNROLL(4)
-    for (int j = share; j < a.positions; j += shares) {
-      const uint64_t quad = *(const uint64_t*)(rows[j] + from);
-      const uint32_t first = (uint32_t)quad, second = (uint32_t)(quad >> 32);
-      const float weight = weights[j];
-      sums[0] = fmaf(weight, low_half(first), sums[0]);
-      sums[1] = fmaf(weight, high_half(first), sums[1]);
-      sums[2] = fmaf(weight, low_half(second), sums[2]);
-      sums[3] = fmaf(weight, high_half(second), sums[3]);
-    }
-    float* to = shares > 1 ? parts + 4 * i : out + (int64_t)(a.first + head) * (a.width + PARTIAL_STATS) + at;
-    store_vector(to, Vec16{{float_to_bits(sums[0]), float_to_bits(sums[1]), float_to_bits(sums[2]), float_to_bits(sums[3])}});
-  }
-  if (shares == 1) return;
-  consumer_sync();
-  MK_UNROLL(1)
-  for (int i = thread(); i < items * 4; i += CONSUMERS) {
-    float sum = 0;
+  for (int pair = 0; pair < pairs; ++pair) {
+    const int head = pair * at_once;
+    const bool both = !a.head_pitch && head + 1 < a.heads;
+    const float *weights = a.scores + head * a.pitch, *others = both ? weights + a.pitch : weights;
     MK_UNROLL(1)
-    for (int share = 0; share < shares; ++share) sum += parts[share * items * 4 + i];
-    out[(int64_t)(a.first + i / a.width) * (a.width + PARTIAL_STATS) + i % a.width] = sum;
+    for (int base = wave() * LANES; base < vectors; base += CONSUMER_WAVES * LANES) {
+      const int vector = base + lane() % LANES;
+      const int from = head * a.head_pitch + a.value + 8 * (vector < vectors ? vector : 0);
+      float sums[2][8] = {};
+      MK_UNROLL(4)
+      for (int j = lane() / LANES; j < a.positions; j += SHARES) {
+        const Vec16 values = load_vector(row_at<NEAR>(a.rows[j]) + from);
+        const float weight = weights[j], other = others[j];
+        for (int k = 0; k < 4; ++k) {
+          const float low = low_half(values.word[k]), high = high_half(values.word[k]);
+          sums[0][2 * k] = fmaf(weight, low, sums[0][2 * k]);
+          sums[0][2 * k + 1] = fmaf(weight, high, sums[0][2 * k + 1]);
+          sums[1][2 * k] = fmaf(other, low, sums[1][2 * k]);
+          sums[1][2 * k + 1] = fmaf(other, high, sums[1][2 * k + 1]);
+        }
+      }
+      for (int mask = LANES; mask < WAVE; mask *= 2)
+        for (int h = 0; h < 2; ++h)
+          for (int k = 0; k < 8; ++k) sums[h][k] += shuffle_xor(sums[h][k], mask);
+      if (lane() >= 2 * LANES || vector >= vectors) continue;
+      const bool second = lane() >= LANES;  // stores the other head's
+      if (second && !both) continue;
+      float* to = out + (int64_t)(a.first + head + second) * (a.width + PARTIAL_STATS) + 8 * vector;
+      for (int k = 0; k < 8; k += 4) {
+        Vec16 quad;
+        for (int l = 0; l < 4; ++l) quad.word[l] = float_to_bits(second ? sums[1][k + l] : sums[0][k + l]);
+        store_vector(to + k, quad);
+      }
+    }
   }
 }
 
-// Where the first `held` rows of a stream lie in the ring, if its first piece was number `base`.
-MK_DEVICE void place_rows(const Stream& s, uint32_t base, int held, const bf16** rows) {
+// Where the rows of a stream lie in the ring, if its first piece was number `base`. Nothing if it has no pieces.
+MK_DEVICE void place_rows(const Stream& s, uint32_t base, bool all_near, int64_t* rows) {
   MK_UNROLL(1)
-  for (int piece = wave(); piece * s.at_once < held; piece += CONSUMER_WAVES) {
-    const bf16* stage = (const bf16*)shared().ring[(base + (uint32_t)piece) % STAGES];
-    const int first = piece * s.at_once, count = held - first < s.at_once ? held - first : s.at_once;
-    MK_UNROLL(1)
-    for (int i = lane(); i < count; i += WAVE) rows[first + i] = stage + i * s.cols;
+  for (int row = thread(); s.count && row < s.rows; row += CONSUMERS) {
+    const int piece = row / s.at_once;
+    rows[row] = place_of(shared().ring[(base + (uint32_t)piece) % STAGES] + (row - piece * s.at_once) * s.cols * 2, all_near);
   }
+}
+
+template <bool NEAR>
+MK_DEVICE void attend(const Attention& a, float* out) {
+  score<NEAR>(a);
+  consumer_sync();
+  weigh(a, out);
+  consumer_sync();
+  mix<NEAR>(a, out);
 }
 
 // Returns how many pieces of the ring it has used: `streamed` were before.
@@ -173,8 +202,8 @@ MK_CALL uint32_t attn_chunk(int slot, int iteration, uint32_t streamed) {
   a.absorbed = args.absorbed >= 0;
   a.folded = args.rotated < 0;
   a.width = args.head_stride;
-  a.first = task.rows[0] / a.width;
-  a.heads = task.rows[1] / a.width - a.first;
+  a.first = sh.streams[slot][0].head;
+  a.heads = sh.streams[slot][0].heads;
   a.plain = a.absorbed ? p.lora : p.nope;
   a.each = a.plain + p.rope;
   a.value = a.absorbed ? 0 : p.nope;
@@ -185,8 +214,7 @@ MK_CALL uint32_t attn_chunk(int slot, int iteration, uint32_t streamed) {
   a.pitch = task.chunk[1] - begin;
   a.queries = sh.x;
   bf16* row = a.queries + a.heads * a.each;  // this position's row of the latent cache, not in there yet
-  float* parts = (float*)(row + a.each);
-  a.rows = (const bf16**)sh.scratch;
+  a.rows = (int64_t*)sh.scratch;
   a.turned = a.rows + a.pitch;
   a.scores = (float*)(a.turned + a.pitch);
 
@@ -205,30 +233,29 @@ MK_CALL uint32_t attn_chunk(int slot, int iteration, uint32_t streamed) {
     }
   }
 
-  // Rows before this position are in the ring, a wave for each piece, and this position's is in shared memory if it is
-  // not in the cache yet.
-  const CacheStreams streams = cache_streams(p, task, args, iteration);
-  const int pieces = streams.held(), held = streams.fit() ? streams.rows.rows : 0;
-  place_rows(streams.rows, streamed, held, a.rows);
-  if (!a.absorbed) place_rows(streams.turned, streamed + streams.rows.count, held, a.turned);
+  // Rows before this position are in the ring, if they fit, and this position's is in shared memory if it is not in the
+  // cache yet.
+  const Stream rows = sh.streams[slot][0], turned = sh.streams[slot][1];
+  const int pieces = rows.count + turned.count, held = rows.count ? rows.rows : 0;
+  const bool own_row = a.absorbed && a.folded && holds_now, all_near = held + own_row == a.positions;
+  place_rows(rows, streamed, all_near, a.rows);
+  if (!a.absorbed) place_rows(turned, streamed + rows.count, all_near, a.turned);
   MK_UNROLL(1)
   for (int i = held + thread(); i < a.positions; i += CONSUMERS) {
     int64_t position = begin + i;
-    a.rows[i] = a.absorbed && a.folded && position == a.now
-                    ? row
-                    : (const bf16*)(p.cache + args.cache) + position * args.cache_pitch + a.first * a.head_pitch;
-    if (!a.absorbed) a.turned[i] = (const bf16*)(p.cache + args.rope_cache) + position * p.rope;
+    const bf16* cached = (const bf16*)(p.cache + args.cache) + position * args.cache_pitch + a.first * a.head_pitch;
+    a.rows[i] = own_row && position == a.now ? place_of(row, all_near) : (int64_t)cached;
+    if (!a.absorbed) a.turned[i] = (int64_t)((const bf16*)(p.cache + args.rope_cache) + position * p.rope);
   }
   MK_UNROLL(1)
-  for (int i = 0; i < pieces; ++i) gate_wait(&sh.full[(streamed + i) % STAGES], (streamed + i) / STAGES);
+  for (int i = lane(); i < pieces; i += WAVE) gate_wait(&sh.full[(streamed + i) % STAGES], (streamed + i) / STAGES);
   consumer_sync();
 
   float* out = (float*)(p.work + args.out + task.at * args.out_bytes);
-  score(a);
-  consumer_sync();
-  weigh(a, out);
-  consumer_sync();
-  mix(a, parts, out);
+  if (all_near)
+    attend<true>(a, out);
+  else
+    attend<false>(a, out);
 
   consumer_sync();  // everybody has read the stages
   MK_UNROLL(1)

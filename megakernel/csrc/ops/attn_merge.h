@@ -6,14 +6,13 @@
 namespace mk {
 
 MK_CALL void attn_merge(int slot) {
-  Shared& sh = shared();
   const Params& p = shared().params;
   const Task& task = shared().task[slot];
   const Args& args = shared().args[slot];
   const float* partials = (const float*)(p.work + args.input);
   bf16* out = (bf16*)(p.work + args.out) + task.rows[0];
   int width = args.head_stride;
-  merge(partials, args.chunks, task.rows[0] / width, task.rows[1] / width, width, out, (float*)sh.x);
+  merge(partials, args.chunks, task.rows[0] / width, task.rows[1] / width, width, out);
 }
 
 }  // namespace mk

@@ -11,28 +11,28 @@ MK_CALL void moe_combine(int slot) {
   const Task& task = shared().task[slot];
   const Args& args = shared().args[slot];
   const Routing* routing = (const Routing*)(p.work + args.routing);
-  // the chosen experts in the order of their ids: where each one's output lies, and its weight
-  int32_t* places = (int32_t*)sh.slots;
-  float* weights = sh.slots + p.topk;
-  int32_t* experts = (int32_t*)(weights + p.topk);
+  // the chosen experts in the order of their ids: where each one's output lies, and its weight; for each wave apart
+  int32_t* places = (int32_t*)sh.slots + wave() * 4 * p.topk;
+  float* weights = (float*)places + p.topk;
+  int32_t* experts = places + 2 * p.topk;
   float* chances = weights + 2 * p.topk;
   MK_UNROLL(1)
-  for (int own = thread(); own < p.topk; own += CONSUMERS) {
+  for (int own = lane(); own < p.topk; own += WAVE) {
     experts[own] = fresh(&routing[own].expert);
     chances[own] = fresh(&routing[own].weight);
   }
-  consumer_sync();
+  wave_sync();
   MK_UNROLL(1)
-  for (int own = thread(); own < p.topk; own += CONSUMERS) {
+  for (int own = lane(); own < p.topk; own += WAVE) {
     const int expert = experts[own];
     int rank = 0;
-    MK_UNROLL(1)
+    MK_UNROLL(4)
     for (int other = 0; other < p.topk; ++other)  // equal only if the router saw NaN
       rank += experts[other] < expert || (experts[other] == expert && other < own);
     places[rank] = args.slots ? own : expert;
     weights[rank] = chances[own];
   }
-  consumer_sync();
+  wave_sync();
   const bf16* shared = (const bf16*)(p.work + args.shared);
   const bf16* residual = (const bf16*)(p.work + args.residual);
   bf16* out = (bf16*)(p.work + args.out);

@@ -6,13 +6,15 @@
 namespace mk {
 
 MK_DEVICE void moe_gate_topk(const Args& args, const Stream& s) {
-  Shared& sh = shared();
   const Params& p = shared().params;
-  if (wave()) return;
   Routing* routing = (Routing*)(p.work + args.routing);
   float* logits = (float*)(routing + p.topk);
+  float* scores = scores_of_wave();
   MK_UNROLL(1)
-  for (int i = lane(); i < p.experts; i += WAVE) logits[i] = sh.scratch[i] = row_sum(s, i);
+  for (int i = lane(); i < p.experts; i += WAVE) {
+    scores[i] = row_sum(s, i);
+    if (!wave()) logits[i] = scores[i];
+  }
   choose_experts(routing);
 }
 

@@ -5,10 +5,14 @@
 
 namespace mk {
 
-// One wave: from logits in `scratch`, of which each thread has written those that it reads. They are overwritten.
+// This wave's copy of the router's scores: every wave has all of them, and looks for the places of some experts.
+MK_DEVICE float* scores_of_wave() { return shared().scratch + wave() * shared().params.experts; }
+
+// All consumers: from logits in each wave's scores, of which each lane has written those that it reads.
 MK_CALL void choose_experts(Routing* routing) {
+  constexpr int AT_ONCE = 8, SHARES = WAVE / AT_ONCE;  // experts of a wave at once, and lanes that count for each
   const Params& p = shared().params;
-  float* scores = shared().scratch;
+  float* scores = scores_of_wave();
   float largest = -INFINITY, sum = 0;
   MK_UNROLL(1)
   for (int i = lane(); i < p.experts; i += WAVE) largest = fmaxf(largest, scores[i]);
@@ -25,27 +29,30 @@ MK_CALL void choose_experts(Routing* routing) {
   wave_sync();
   if (!(sum >= 0)) {  // NaN logits: nothing compares
     MK_UNROLL(1)
-    for (int slot = lane(); slot < p.topk; slot += WAVE) routing[slot] = Routing{0, NAN};
+    for (int slot = thread(); slot < p.topk; slot += CONSUMERS) routing[slot] = Routing{0, NAN};
     return;
   }
   MK_UNROLL(1)
-  for (int i = lane(); i < p.experts; i += WAVE) {
+  for (int base = wave() * AT_ONCE; base < p.experts; base += CONSUMER_WAVES * AT_ONCE) {
+    const int expert = base + lane() / SHARES;
+    const float own = scores[expert < p.experts ? expert : 0];
     int rank = 0;  // how many come before
-    MK_UNROLL(8)
-    for (int j = 0; j < p.experts; ++j) rank += scores[j] > scores[i] || (scores[j] == scores[i] && j < i);
-    if (rank < p.topk) routing[rank] = Routing{i, scores[i] * p.routed_scale};
+    MK_UNROLL(4)
+    for (int j = lane() % SHARES; j < p.experts; j += SHARES)
+      rank += scores[j] > own || (scores[j] == own && j < expert);
+    for (int mask = 1; mask < SHARES; mask *= 2) rank += shuffle_xor(rank, mask);
+    if (lane() % SHARES == 0 && expert < p.experts && rank < p.topk) routing[rank] = Routing{expert, own * p.routed_scale};
   }
 }
 
 MK_CALL void moe_topk(int slot) {
-  Shared& sh = shared();
   const Params& p = shared().params;
   const Args& args = shared().args[slot];
-  if (wave()) return;
   Routing* routing = (Routing*)(p.work + args.routing);
   const float* logits = (const float*)(routing + p.topk);
-  MK_UNROLL(4)
-  for (int i = lane(); i < p.experts; i += WAVE) sh.scratch[i] = fresh(&logits[i]);
+  float* scores = scores_of_wave();
+  MK_UNROLL(2)
+  for (int i = lane(); i < p.experts; i += WAVE) scores[i] = fresh(&logits[i]);
   choose_experts(routing);
 }
 

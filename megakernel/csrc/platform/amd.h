@@ -38,7 +38,8 @@ MK_DEVICE void wave_sync() {
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
   __builtin_amdgcn_wave_barrier();
 }
-MK_DEVICE bool wave_any(bool value) { return __any(value); }
+MK_DEVICE uint64_t wave_votes(bool value) { return __ballot(value); }
+MK_DEVICE int count_ones(uint64_t votes) { return __popcll(votes); }
 MK_DEVICE void block_sync() { __syncthreads(); }
 
 MK_DEVICE uint32_t* consumer_arrivals() {
@@ -72,6 +73,9 @@ MK_DEVICE void store_release(uint64_t* p, uint64_t value) {
 MK_DEVICE uint32_t add_relaxed(uint32_t* p, uint32_t value) {
   return __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+MK_DEVICE void add_release(uint32_t* p, uint32_t value) {
+  __hip_atomic_fetch_add(p, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
+}
 MK_DEVICE uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
   return __hip_atomic_fetch_add(p, value, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
 }
@@ -82,6 +86,8 @@ MK_DEVICE T fresh(const T* p) {
   return *p;
 }
 
+// There is no instruction for it.
+MK_DEVICE void bring_near(const void*) {}
 MK_DEVICE Vec16 load_vector(const void* p) { return *(const Vec16*)p; }
 MK_DEVICE void store_vector(void* p, const Vec16& value) { *(Vec16*)p = value; }
 

@@ -62,11 +62,12 @@ inline T shuffle_first(T value) {
   return shuffle(value, 0);
 }
 
-inline bool wave_any(bool value) {
-  int any = value;
-  for (int mask = WAVE / 2; mask; mask /= 2) any |= shuffle_xor(any, mask);
-  return any;
+inline uint64_t wave_votes(bool value) {
+  uint64_t votes = (uint64_t)value << thread() % WAVE;
+  for (int mask = WAVE / 2; mask; mask /= 2) votes |= shuffle_xor(votes, mask);
+  return votes;
 }
+inline int count_ones(uint64_t votes) { return __builtin_popcountll(votes); }
 inline void wave_sync() { host::meet(thread() / WAVE); }
 inline void block_sync() { host::meet(host::ALL); }
 inline void consumer_sync_init() {}
@@ -83,6 +84,7 @@ inline uint32_t add_relaxed(uint32_t* p, uint32_t value) {
   *p = old + value;
   return old;
 }
+inline void add_release(uint32_t* p, uint32_t value) { *p += value; }
 inline uint32_t add_acq_rel(uint32_t* p, uint32_t value) { return add_relaxed(p, value); }
 
 template <class T>
@@ -90,6 +92,7 @@ inline T fresh(const T* p) {
   return *p;
 }
 
+inline void bring_near(const void*) {}
 inline Vec16 load_vector(const void* p) { return *(const Vec16*)p; }
 inline void store_vector(void* p, const Vec16& value) { *(Vec16*)p = value; }
 
@@ -109,7 +112,7 @@ inline void copy_async(void* shared, const void* global, int bytes, Gate* g) {
   if (copies()) host::copy(shared, global, bytes, g);
 }
 inline void copies_after_stores() {}
-inline bool gate_test(Gate* g, int odd) { return host::try_wait(g, odd); }
+inline bool gate_test(Gate* g, int odd) { return g->phase != odd; }
 inline void rest() { host::yield(); }
 inline void pause() { host::yield(); }
 inline int64_t nanoseconds() { return host::nanoseconds(); }

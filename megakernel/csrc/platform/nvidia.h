@@ -36,7 +36,12 @@ MK_DEVICE T shuffle_first(T value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
-MK_DEVICE bool wave_any(bool value) { return __any_sync(0xffffffffu, value); }
+template <class T>
+MK_DEVICE T shuffle(T value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+MK_DEVICE uint64_t wave_votes(bool value) { return __ballot_sync(0xffffffffu, value); }
+MK_DEVICE int count_ones(uint64_t votes) { return __popc((uint32_t)votes); }
 MK_DEVICE void wave_sync() { __syncwarp(); }
 MK_DEVICE void block_sync() { __syncthreads(); }
 MK_DEVICE void consumer_sync_init() {}
@@ -68,6 +73,9 @@ MK_DEVICE uint32_t add_relaxed(uint32_t* p, uint32_t value) {
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(value) : "memory");
   return old;
 }
+MK_DEVICE void add_release(uint32_t* p, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
 MK_DEVICE uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(value) : "memory");
@@ -82,6 +90,14 @@ MK_DEVICE uint16_t to_bf16(float value) {
   return bits;
 }
 
+#define MK_MATRIX_UNIT
+// sums += a b: 16 x 16 by 16 x 8 in bf16, all spread over the wave as mma.m16n8k16 has them.
+MK_DEVICE void multiply_matrices(float sums[4], const Vec16& a, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b0), "r"(b1));
+}
+
 template <class T>
 MK_DEVICE T fresh(const T* p) {
   return __ldcg(p);
@@ -90,6 +106,7 @@ MK_DEVICE Vec16 fresh(const Vec16* p) {
   uint4 value = __ldcg((const uint4*)p);
   return Vec16{{value.x, value.y, value.z, value.w}};
 }
+MK_DEVICE void bring_near(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 MK_DEVICE Vec16 load_vector(const void* p) {
   uint4 value = *(const uint4*)p;
   return Vec16{{value.x, value.y, value.z, value.w}};
