@@ -201,6 +201,26 @@ def read_records(path: str | Path) -> list[Record]:
     return records
 
 
+def read_folder(folder: str | Path) -> list[Record]:
+    """The records of a folder's `*.jsonl` files, such as the shards of a run, in the order of doc_id.
+
+    One response for each doc_id: ValueError where there are two. [] for an empty folder, FileNotFoundError without one.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder at {folder}; expected one with *.jsonl files of records")
+    records: dict[int, Record] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        for record in read_records(file):
+            if record.doc_id in records:
+                raise ValueError(
+                    f"{file.name}: a second response to doc_id {record.doc_id} in {folder.name}/; "
+                    "keep each variant and seed in a folder of its own"
+                )
+            records[record.doc_id] = record
+    return [records[doc_id] for doc_id in sorted(records)]
+
+
 def read_lm_eval(where: str | Path, variant: str) -> list[Record]:
     """Records from lm-eval's `samples_gsm8k*.jsonl` (`lm_eval --log_samples`): one for each doc_id, in their order.
 

@@ -174,6 +174,19 @@ def test_latest_run_goes_by_the_name(tmp_path):
         gsm8k.latest_run(tmp_path / "notes")
 
 
+def test_a_folder_of_shards(tmp_path):
+    assert gsm8k.read_folder(tmp_path) == []
+    gsm8k.write_records(tmp_path / "shard_0.jsonl", [record(2), record(1)])
+    gsm8k.write_records(tmp_path / "shard_1.jsonl", [record(0)])
+    gsm8k.write_records(tmp_path / "judged" / "other.jsonl", [record(0)])
+    assert gsm8k.read_folder(tmp_path) == [record(0), record(1), record(2)]
+    gsm8k.write_records(tmp_path / "shard_2.jsonl", [record(0, "transformers")])
+    with pytest.raises(ValueError, match=r"shard_2\.jsonl: a second response to doc_id 0"):
+        gsm8k.read_folder(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        gsm8k.read_folder(tmp_path / "none")
+
+
 def test_scores_need_the_same_questions():
     both = [
         record(0),
