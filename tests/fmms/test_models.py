@@ -102,6 +102,19 @@ def test_a_second_load_is_quiet_and_equal(smollm2, capfd):
     assert tokenizer.get_vocab() == smollm2[1].get_vocab()
 
 
+@needs_smollm2
+def test_a_folder_loads_like_the_named_model(smollm2):
+    """`load` takes both; the folder here is the one that the conversion left."""
+    model, tokenizer = models.load(smollm2[0].name_or_path, torch.bfloat16)
+    assert (model.dtype, model.training, tokenizer.padding_side) == (torch.bfloat16, False, "left")
+    assert tokenizer.get_vocab() == models.load("smollm2")[1].get_vocab()
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"expected 'smollm2' or a folder with config\.json"):
+        models.load(tmp_path)
+
+
 class _Stub:
     """Stands for a model and for a tokenizer; saving it writes one file, or fails."""
 
