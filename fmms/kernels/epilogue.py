@@ -184,6 +184,24 @@ def _tree(p):
 
 
 @triton.jit
+def scattered_max(g):
+    """Largest logit `[rows, groups]` of each group `[rows, groups, 32]` made by `to_groups`, whichever lanes it is in.
+
+    Where a tile is stored as well, Triton may hold a group in lanes that are not consecutive, and before 3.8 reduces
+    over wrong ones then (docs/decisions.md). Neither way below needs such a reduction. In tiles of more than 16 rows
+    the first takes fewer instructions and spills less, in the others the second.
+    """
+    if g.shape[0] > 16:
+        for _ in tl.static_range(5):
+            left, right = _pairs(g)
+            g = tl.maximum(left, right)
+        return _only(g)
+    else:
+        # bit 0 of an id and its bits 3 to 6 say which member of its group it is: consecutive lanes, each by itself
+        return tl.max(tl.max(tl.reshape(g, (g.shape[0], g.shape[1], 16, 2)), 3), 2)
+
+
+@triton.jit
 def group_total(p):
     """Sum of the weights `[rows, groups, 32]` of each group."""
     return _tree(p)[10]

@@ -128,7 +128,7 @@ def fused_head(
                 on_tile.store_statistics(own_max, own_sum, tile, rows, live, H, raw_max, raw_sum)
         p, g_max, g_sum = x, x, x
         if GROUPED:
-            p, g_max, g_sum = on_tile.summarise_groups(ep.to_groups(x), inv_t)
+            p, g_max, g_sum = on_tile.summarise_groups(ep.to_groups(x), inv_t, SCATTERED=GENERAL)
             m, total = on_tile.summarise_tile(g_max, g_sum, inv_t)
         else:
             m = tl.max(x, 1)

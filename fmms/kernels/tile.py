@@ -55,10 +55,10 @@ def mask_logits(x, rows, live, tokens, V, features, allowed, stride_allowed, ban
 
 
 @triton.jit
-def summarise_groups(g, inv_t):
+def summarise_groups(g, inv_t, SCATTERED: tl.constexpr = False):
     """Of logits `[rows, groups, 32]`: weights of the members relative to the group's maximum, likewise; maxima and sums
-    `[rows, groups]`."""
-    m = tl.max(g, 2)
+    `[rows, groups]`. SCATTERED: a group's members may be in lanes that are not consecutive."""
+    m = ep.scattered_max(g) if SCATTERED else tl.max(g, 2)
     p = ep.exp_weights(g, tl.expand_dims(m, 2), tl.expand_dims(tl.expand_dims(inv_t, 1), 2))
     return p, m, ep.group_total(p)
 

@@ -134,6 +134,19 @@ def test_softcap_scale_and_bias(device):
     assert torch.equal(got.ids, fmms.sample(hidden, weight, impl="torch", **options).ids)
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50}], ids=str)
+@pytest.mark.parametrize("rows", [3, 40])
+def test_options_that_change_no_logit_change_no_draw(device, rows, filters):
+    """Kernels with rare options find the maximum of a group in other ways, by the tile's rows."""
+    hidden, weight = testing.integer_problem(rows, 999, 40, device=device)
+    options = dict(seed=2, num_samples=3, impl="triton", **filters)
+    plain = fmms.sample(hidden, weight, **options)
+    bias = torch.zeros(999, device=device)
+    out = fmms.sample(hidden, weight, bias=bias, return_logits=True, return_raw_logprobs=True, **options)
+    assert plain.valid.all() and out.valid.all()
+    assert torch.equal(plain.ids, out.ids)
+
+
 @pytest.mark.parametrize("softcap", [1e-3, 1.0, 30.0, 1e4, 1e7, 1e30])
 def test_softcap_of_any_size(device, softcap):
     generator = torch.Generator().manual_seed(0)
