@@ -205,6 +205,9 @@ there, and when they were done."""
 PARTIAL_STATS = 4
 """fp32 words after each head's output in a chunk of attention: largest score, sum, and two of padding."""
 
+ALONE_CHUNKS = 64
+"""Up to so many chunks of positions, each wave works out for itself how the chunks of a single head are merged."""
+
 _TYPES = {
     "i32": ("int32_t", np.int32),
     "u32": ("uint32_t", np.uint32),
@@ -265,6 +268,7 @@ def header() -> str:
         f"constexpr int32_t ABI_VERSION = {VERSION};",
         f"constexpr int32_t APPENDS = {APPENDS};",
         f"constexpr int PARTIAL_STATS = {PARTIAL_STATS};",
+        f"constexpr int ALONE_CHUNKS = {ALONE_CHUNKS};",
         f"constexpr int TIMELINE_WORDS = {len(TIMELINE)};",
         "",
     ]

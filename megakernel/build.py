@@ -104,7 +104,8 @@ def parts_of_row(rows: int, cols: int, shape: Mapping[str, int]) -> int:
     items = shape["stage_bytes"] // 2
     waves = shape["consumer_waves"] // shape["teams"]
     pieces = -(-cols // items)
-    at_once = 1 if pieces > 1 else min(items // cols, -(-rows // shape["teams"]))
+    most = max(1, items // cols)
+    at_once = min(most, max(-(-rows // shape["teams"]), min(waves, most)))
     return pieces * (waves if at_once < waves else 1)
 
 
@@ -158,7 +159,7 @@ def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
             slots = max(slots, rows * parts_of_row(rows, cols, shape))
             if args["input_kind"] == abi.value("Input", "merge"):
                 heads = heads if args["head_rows"] else cols // int(args["head_stride"])
-                scratch = max(scratch, max(heads, waves) * int(args["chunks"]))
+                scratch = max(scratch, _factors(heads, int(args["chunks"]), waves))
                 x_items = max(x_items, heads * int(args["head_stride"]))
         elif code == abi.code("attn_chunk"):
             heads = (end - first) // int(args["head_stride"])
@@ -169,9 +170,15 @@ def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
             # scores, and two pointers for each position
             scratch = max(scratch, (heads + 4) * (right - left))
         elif code == abi.code("attn_merge"):
-            scratch = max(scratch, max((end - first) // int(args["head_stride"]), waves) * int(args["chunks"]))
+            heads = (end - first) // int(args["head_stride"])
+            scratch = max(scratch, _factors(heads, int(args["chunks"]), waves))
     # whole vectors of 16 bytes
     return {name: -(-need // 8) * 8 for name, need in zip(ROOM, (x_items, slots, scratch), strict=True)}
+
+
+def _factors(heads: int, chunks: int, waves: int) -> int:
+    """Words for the factors of a merge; csrc/merge.h has them for each wave apart, or for all together."""
+    return chunks * (waves if heads == 1 and chunks <= abi.ALONE_CHUNKS else heads)
 
 
 # --------------------------------------------------------------------------------------------------------------- cache

@@ -37,6 +37,7 @@ enum class State : int32_t { idle = 0, waiting = 1, streaming = 2, routing = 3, 
 constexpr int32_t ABI_VERSION = 3;
 constexpr int32_t APPENDS = 1;
 constexpr int PARTIAL_STATS = 4;
+constexpr int ALONE_CHUNKS = 64;
 constexpr int TIMELINE_WORDS = 4;
 
 struct Task {

@@ -12,23 +12,25 @@ constexpr int MERGED_AT_ONCE = WAVE == 32 ? 8 : 2;
 // All consumers: out[(head - first) * width + i] for the heads [first, end), with a width that is a multiple of 4. `out`
 // is complete after a consumer_sync.
 MK_CALL void merge(const float* partials, int chunks, int first, int end, int width, bf16* out) {
-  const int each = width + PARTIAL_STATS, pitch = shared().params.heads * each, quads = width / 4;
+  const int each = width + PARTIAL_STATS, quads = width / 4;
+  const int64_t pitch = (int64_t)shared().params.heads * each;  // of a chunk
   // a thread has four outputs; if there are more threads than that, neighbours share them, each with some of the chunks
   const int items = (end - first) * quads;
   int bits = 0;
   while (2 * items << bits <= CONSUMERS && 2 << bits <= WAVE && 1 << bits < chunks) ++bits;
-  const int share = thread() & ((1 << bits) - 1), step = pitch << bits;
+  const int share = thread() & ((1 << bits) - 1);
+  const int64_t step = pitch << bits;
   const int at_once = (chunks - share + (1 << bits) - 1) >> bits;  // chunks of this thread
   Vec16 parts[MERGED_AT_ONCE];
   // the first ones are on their way while the factors are worked out
   const int mine = thread() >> bits, head_of_mine = mine / quads;
   const float* from = partials + (first + head_of_mine) * each + (mine - head_of_mine * quads) * 4 + share * pitch;
-  if (mine < items)
+  if (mine < items && at_once > 0)
     MK_UNROLL(8)
     for (int j = 0; j < MERGED_AT_ONCE; ++j) parts[j] = fresh((const Vec16*)(from + (j < at_once ? j * step : 0)));
 
-  // [end - first][chunks]; of one head every wave works them out for itself, so that nobody waits
-  const bool alone = end - first == 1;
+  // [end - first][chunks]; of one head every wave works them out for itself if they are few, so that nobody waits
+  const bool alone = end - first == 1 && chunks <= ALONE_CHUNKS;
   float* factors = shared().scratch + (alone ? wave() * chunks : 0);
   MK_UNROLL(1)
   for (int head = first + (alone ? 0 : wave()); head < end; head += CONSUMER_WAVES) {
@@ -71,7 +73,8 @@ MK_CALL void merge(const float* partials, int chunks, int first, int end, int wi
           for (int j = 0; j < MERGED_AT_ONCE; ++j) parts[j] = fresh((const Vec16*)(from + (done + j < at_once ? done + j : done) * step));
         MK_UNROLL(8)
         for (int j = 0; j < MERGED_AT_ONCE; ++j) {
-          const float factor = done + j < at_once ? own[(done + j) << bits] : 0;
+          if (done + j >= at_once) continue;
+          const float factor = own[(done + j) << bits];
           for (int k = 0; k < 4; ++k) values[k] = fmaf(factor, bits_to_float(parts[j].word[k]), values[k]);
         }
       }

@@ -164,8 +164,7 @@ MK_DEVICE void produce(const Params& p) {
     state = State::queue;
     if (!source.take(&next)) break;
     task_number = next.task;
-    Stream stream, second;
-    stream.count = second.count = 0;
+    Stream stream = {}, second = {};
     if (next.task >= 0) {
       if (lane() < (int)(sizeof(Task) / 4)) ((uint32_t*)&sh.task[slot])[lane()] = next.word;
       wave_sync();
@@ -191,6 +190,13 @@ MK_DEVICE void produce(const Params& p) {
         second = cache.turned;
       } else if (streams(task)) {
         stream = stream_of(p, task, args);
+      }
+      if ((By)task.by == By::expert) {
+        // the consumers learn from the number of pieces whether the expert was chosen: if they looked for themselves they
+        // could be done with the task, and with the token, before this wave had looked
+        state = State::routing;
+        if (!wave_event_wait(task.route_event, next.iteration)) break;
+        if (expert_of(p, task, args) < 0) stream.count = 0;
       }
     }
     if (lane() == 0) {
@@ -220,7 +226,6 @@ MK_DEVICE void produce(const Params& p) {
         if (!wave_event_wait(task.route_event, next.iteration)) break;
       }
       const int expert = expert_of(p, task, sh.args[slot]);
-      if (expert < 0) continue;
       stream.matrix += expert * sh.args[slot].matrix_bytes;
       stream.matrix2 += expert * sh.args[slot].matrix_bytes;
     }
@@ -248,9 +253,8 @@ MK_DEVICE void execute(Consumer& c) {
   const int slot = c.slot;
   const Task& task = shared().task[slot];
   const Args& args = shared().args[slot];
-  // where its weights are concerns the producer
-  if (streams(task) && ((By)task.by != By::expert || expert_of(shared().params, task, args) >= 0)) {
-    const Stream s = shared().streams[slot][0];
+  const Stream s = shared().streams[slot][0];
+  if (streams(task) && s.count) {
     product(c, task, args, s);
     switch ((Code)task.code) {
       case Code::gemv: gemv(task, args, s, c.iteration); break;

@@ -35,14 +35,15 @@ MK_DEVICE int expert_of(const Params& p, const Task& task, const Args& args) {
 }
 
 // Cuts rows of `cols` elements, of which `s` has the place and the number, into pieces. Few rows are cut into one for
-// each of `teams` at least.
+// each of `teams` at least, but not so that a team has fewer rows than waves: how the sums of a row are added should not
+// depend on how many rows there are.
 MK_DEVICE Stream cut(Stream s, int teams) {
   constexpr int ITEMS = STAGE_BYTES / 2;
   s.piece = s.cols < ITEMS ? s.cols : ITEMS;
   s.pieces = (s.cols + s.piece - 1) / s.piece;
   const int share = (s.total_rows() + teams - 1) / teams;
-  s.at_once = s.pieces > 1 ? 1 : ITEMS / s.cols;
-  if (s.at_once > share) s.at_once = share > 0 ? share : 1;
+  const int most = s.pieces > 1 ? 1 : ITEMS / s.cols, least = most < TEAM_WAVES ? most : TEAM_WAVES;
+  s.at_once = share < least ? least : share > most ? most : share;
   s.parts = s.pieces * (s.at_once < TEAM_WAVES ? TEAM_WAVES : 1);
   s.count = (s.total_rows() + s.at_once - 1) / s.at_once * s.pieces;
   s.lane_bits = WAVE == 32 ? 5 : 6;

@@ -46,7 +46,9 @@ MK_DEVICE Dump* dump_of(const Params& p) { return (Dump*)p.dump + block(); }
 MK_DEVICE bool wave_gate_wait(Gate* gate, uint32_t phase) {
   int alive = 1;
   if (lane() == 0) alive = gate_wait(gate, phase);
-  return shuffle_first(alive);
+  alive = shuffle_first(alive);
+  wave_sync();  // what lane 0 has acquired is there for all lanes
+  return alive;
 }
 
 // By one thread: returns when the event was counted up as often as that, with everything written before it visible to this

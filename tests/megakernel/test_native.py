@@ -14,7 +14,7 @@ from variants import SMALL, VARIANTS
 from fmms.reference import sample_from_logits
 from megakernel import abi, build, graph, native, reference, vm
 from megakernel import weights as weights_of
-from megakernel.config import TINY
+from megakernel.config import TINY, V2_LITE
 from megakernel.knobs import PRESETS, Knobs
 from megakernel.launch import Deadlock
 from megakernel.memory import Memory
@@ -151,6 +151,20 @@ def test_a_router_of_several_tasks_leaves_the_same_bits(rows, queue, weights):
                 assert len(set(factors[:2])) == 1
 
 
+def test_the_number_of_rows_of_a_task_changes_no_bit():
+    """Of rows that are wide for a wave, with teams of two waves."""
+    config = dataclasses.replace(TINY, hidden_size=512, num_hidden_layers=2, first_k_dense_replace=1)
+    drawn, logits = weights_of.random(config, 3), []
+    for rows in (8, 7, 3, 1):
+        tasks = graph.build(config, Knobs(tokens=8, router_rows=rows, qkv_rows=64, lm_head_rows=300))
+        table = pack(tasks, static(tasks, 2))
+        memory = Memory.of(table, drawn)
+        shape = build.configure(table, consumer_waves=4, teams=2, stages=4, stage_bytes=2048)
+        native.run(table, memory, shape, iterations=1, position=0, forced=[5])
+        logits.append(memory.routing(1).logits.view(torch.int32))
+    assert all(torch.equal(each, logits[0]) for each in logits)
+
+
 @pytest.mark.parametrize("queue", [False, True], ids=["lists", "queue"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_after_a_prompt(preset, queue, weights):
@@ -270,6 +284,24 @@ def test_random_interleavings_show_a_missing_wait(name, weights):
     assert not all(same(launched(faulty, weights, order_seed=seed), expected) for seed in range(5))
 
 
+def test_an_infinite_value_stays_infinite_in_a_merge():
+    """As in the interpreter: it is not multiplied with the zero of a chunk that isn't there."""
+    config = dataclasses.replace(TINY, num_hidden_layers=1, first_k_dense_replace=1, vocab_size=64)
+    tasks = graph.build(config, Knobs(tokens=40, attn_rows=40, fold_merge=False))
+    table = pack(tasks, static(tasks, 2))
+    found = []
+    for run in (vm.run, native.run):
+        memory = Memory.of(table, weights_of.random(config, 3))
+        cached = memory.tensor("layers.0.kv_cache")
+        cached.copy_(torch.randn(cached.shape, generator=torch.Generator().manual_seed(1)))
+        memory.tensor("layers.0.rope_cache").fill_(0.5)
+        cached[3, config.qk_nope_head_dim + 5] = torch.inf
+        run(table, memory, iterations=1, position=39, forced=[5])
+        found.append(memory.tensor("layers.0.attn_merged"))
+    assert found[0].isinf().sum() == found[1].isinf().sum() == 1
+    assert not any(each.isnan().any() for each in found)
+
+
 # -------------------------------------------------------------------------------------------------------- sanitizers
 
 
@@ -293,6 +325,19 @@ def test_clean_under_address_and_undefined_behaviour_sanitizers(shape, weights):
         assert torch.equal(found.tokens, launched(table, weights, temperature=0.7, seed=1)[0].tokens)
 
 
+def test_a_merge_reads_no_chunk_that_is_not_there():
+    """Nine chunks, which lanes share by powers of two, at the end of the activations."""
+    config = dataclasses.replace(
+        TINY, vocab_size=8, num_attention_heads=16, v_head_dim=16, intermediate_size=8, num_hidden_layers=1,
+        first_k_dense_replace=1, moe_intermediate_size=8, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    sizes = dict(qkv_rows=64, gemv_rows=64, dense_rows=8, splits=1, lm_head_rows=8, argmax_partials=1, workers=1)
+    tasks = graph.build(config, Knobs(tokens=36, attn_rows=4, fold_merge=False, **sizes))
+    table = pack(tasks, static(tasks, 1))
+    launcher = native.Native(table, Memory.of(table, weights_of.random(config, 3)), build.configure(table))
+    native.run_program(build.host_program(launcher.config), launcher, 0, iterations=1, position=0, forced=[1])
+
+
 @pytest.mark.parametrize("array", ["work", "cache", "weights"])
 def test_sanitizers_see_a_task_that_leaves_an_array(array, weights):
     table = table_of(Knobs(**SMALL))
@@ -311,9 +356,10 @@ def test_sanitizers_see_a_task_that_leaves_an_array(array, weights):
 # ----------------------------------------------------------------------------------------------------------- deadlocks
 
 
+@pytest.mark.parametrize("experts", ["slots", "superset"])
 @pytest.mark.parametrize("queue", [False, True], ids=["lists", "queue"])
-def test_a_deadlock_ends_with_the_state_of_every_worker(queue, weights):
-    table = table_of(Knobs(**SMALL), queue, workers=4)
+def test_a_deadlock_ends_with_the_state_of_every_worker(queue, experts, weights):
+    table = table_of(Knobs(**SMALL, experts=experts), queue, workers=4)
     event = next(event for event in table.graph.events if event.name == "1.MOE_GATE_TOPK")
     thresholds = table.thresholds.copy()
     thresholds[event.index] += 1
@@ -324,6 +370,10 @@ def test_a_deadlock_ends_with_the_state_of_every_worker(queue, weights):
     assert len(caught.value.workers) == 4
     if queue:
         assert all(worker.state == "queue" for worker in caught.value.workers)
+    elif experts == "superset":  # whether an expert is chosen is the producer's to know
+        routing = [worker for worker in caught.value.workers if worker.producer_state == "routing"]
+        assert routing
+        assert "its producer is routing at task" in str(caught.value)
     else:
         waiting = [worker for worker in caught.value.workers if worker.event == event.index]
         assert waiting
@@ -461,6 +511,16 @@ def test_a_build_has_the_room_that_its_table_needs(changes, weights, monkeypatch
             unchecked.setattr(build, "room", lambda *_: {})
             with pytest.raises(RuntimeError, match=f"wrote past the room of {field}"):
                 launched(table, weights, config=tight, **settings)
+
+
+@pytest.mark.parametrize("tokens", [1056, 32_768])
+def test_an_h200_has_room_for_long_contexts(tokens):
+    knobs = dataclasses.replace(PRESETS["h200"], tokens=tokens, workers=132)
+    tasks = graph.build(dataclasses.replace(V2_LITE, num_hidden_layers=2), knobs)
+    config = build.configure(pack(tasks), "sm_90a")
+    ring, room = config.stages * config.stage_bytes, 2 * config.x_items + 4 * (config.slots + config.scratch)
+    # the rest, records of tasks and the like, is below 8 KB; a block has 227
+    assert ring + room <= (227 - 8) * 1024
 
 
 def test_tables_and_results_are_little_endian():
