@@ -5,7 +5,6 @@ fmms.evaluation.gsm8k's records, written in one step. What the answers say is fm
 """
 
 import hashlib
-import importlib.metadata
 import json
 import time
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from fmms import atomic, noise, paths
+from fmms import atomic, doctor, noise, paths
 from fmms.evaluation import gsm8k
 from fmms.evaluation.gsm8k import Record
 from fmms.evaluation.tasks import Task
@@ -48,7 +47,7 @@ def run_folder(profile: str, about: Mapping) -> Path:
     package = Path(__file__).resolve().parent.parent
     ours = [Path(__file__), Path(__file__).with_name("tasks.py"), *package.glob("*.py"), *package.glob("kernels/*.py")]
     code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(ours))).hexdigest()
-    facts = {**about, "code": code, "torch": torch.__version__, "transformers": _version("transformers")}
+    facts = {**about, "code": code, "torch": torch.__version__, "transformers": doctor.version_of("transformers")}
     text = json.dumps(facts, indent=2, sort_keys=True, default=str)
     folder = paths.build_dir(profile) / "18_quality" / hashlib.sha256(text.encode()).hexdigest()[:12]
     atomic.write_text(folder / "about.json", text + "\n")
@@ -207,10 +206,3 @@ def _read(path: Path, wanted, sampler: str, sampling: Mapping) -> list[Record] |
     if not same or asked != [(problem.doc_id, problem.question, sampler) for problem in wanted]:
         raise ValueError(f"{path.parent.name}/{path.name} holds other answers than this run's; delete it")
     return records
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
