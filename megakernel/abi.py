@@ -19,7 +19,7 @@ import numpy as np
 
 HEADER = Path(__file__).parent / "csrc" / "abi.h"
 
-VERSION = 3
+VERSION = 4
 """Goes up whenever a record or the meaning of an argument changes."""
 
 CODES = (
@@ -82,7 +82,7 @@ TASK = (
     Field("trigger_first", "i32", "the events that it counts up, in `triggers`"),
     Field("trigger_count", "i32", ""),
     Field("route_event", "i32", "for a routed expert, the event after which the routing can be read; else -1"),
-    Field("flags", "i32", "bit 0: appends this position's row of the cache"),
+    Field("flags", "i32", "bit 0: appends this position's row of the cache; bit 1: all that it writes is tagged"),
 )
 """64 bytes; a worker reads one for each task it runs."""
 
@@ -118,8 +118,11 @@ ARGS = (
 )
 """What the tasks of an op have in common. An argument that an op does not name below is not read."""
 
-ROUTING = (Field("expert", "i32", "its number"), Field("weight", "f32", "softmax probability times routed_scaling"))
-"""k of them for each layer, most likely first; fp32 router logits [n_routed_experts] follow."""
+ROUTING = (
+    Field("expert", "u32", "its number in the upper half, the tag in the lower"),
+    Field("weight", "f32", "softmax probability times routed_scaling"),
+)
+"""k of them for each layer, most likely first; tagged router logits [n_routed_experts] follow."""
 
 PARTIAL = (
     Field("key", "f64", "of its best group, relative to `largest`"),
@@ -195,8 +198,15 @@ PARAMS = (
 
 RECORDS = {"Task": TASK, "Args": ARGS, "Routing": ROUTING, "Partial": PARTIAL, "Dump": DUMP, "Params": PARAMS}
 
-APPENDS = 1
-"""Bit of Task.flags."""
+APPENDS, TAGGED = 1, 2
+"""Bits of Task.flags."""
+
+TAGGED_BF16, TAGGED_FP32 = 4, 8
+"""Bytes of a word that has a value in its upper half and a tag, the number of its token in the launch, in its lowest 16
+bits; csrc/tagged.h says what for."""
+
+MOST_ITERATIONS = 65_534
+"""Tokens of a launch: tags begin with 1, and fresh memory holds 65,535."""
 
 TIMELINE = ("worker", "taken", "ready", "done")
 """Of a task: the worker, then nanoseconds of the device's clock: when its consumers took it, when what it waits for was
@@ -266,7 +276,7 @@ def header() -> str:
         lines += [f"enum class {enum} : int32_t {{ {body} }};", ""]
     lines += [
         f"constexpr int32_t ABI_VERSION = {VERSION};",
-        f"constexpr int32_t APPENDS = {APPENDS};",
+        f"constexpr int32_t APPENDS = {APPENDS}, TAGGED = {TAGGED};",
         f"constexpr int PARTIAL_STATS = {PARTIAL_STATS};",
         f"constexpr int ALONE_CHUNKS = {ALONE_CHUNKS};",
         f"constexpr int TIMELINE_WORDS = {len(TIMELINE)};",

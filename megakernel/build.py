@@ -172,6 +172,9 @@ def room(table: Table, shape: Mapping[str, int]) -> dict[str, int]:
         elif code == abi.code("attn_merge"):
             heads = (end - first) // int(args["head_stride"])
             scratch = max(scratch, _factors(heads, int(args["chunks"]), waves))
+            x_items = max(x_items, end - first)
+        elif code == abi.code("rms_norm"):
+            x_items = max(x_items, int(args["cols"]))
     # whole vectors of 16 bytes
     return {name: -(-need // 8) * 8 for name, need in zip(ROOM, (x_items, slots, scratch), strict=True)}
 

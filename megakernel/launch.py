@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fmms.arguments import check_integer, check_number, fail
+from megakernel import abi
 from megakernel.config import ModelConfig
 from megakernel.schedule import label
 from megakernel.tasks import Graph
@@ -66,6 +67,8 @@ class Launch(NamedTuple):
                 f"iterations: expected at most {max(capacity - position, 0)}, because {position} positions of the "
                 f"{capacity} that the cache has room for (the knob `tokens`) are taken, got {iterations}"
             )
+        if iterations > abi.MOST_ITERATIONS:
+            raise ValueError(f"iterations: expected at most {abi.MOST_ITERATIONS} in one launch, got {iterations}")
         seed = check_integer("seed", seed, -(2**63), 2**63 - 1, "an int64")
         noise_position = check_integer("noise_position", noise_position, -(2**63), 2**63 - 1, "an int64")
         temperature = check_number("temperature", temperature, "a number, 0 or more")

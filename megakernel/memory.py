@@ -14,7 +14,7 @@ import torch
 
 from megakernel import abi
 from megakernel.reference import Cache, rotary_table
-from megakernel.table import Layout, Table, fill
+from megakernel.table import Layout, Table, fill, short_name, tagged
 from megakernel.tasks import Graph
 
 POISON = 0xFF
@@ -26,7 +26,7 @@ class Routing(NamedTuple):
     """The experts that the last token chose in a layer."""
 
     ids: torch.Tensor
-    """int32 [k], most likely first."""
+    """int16 [k], most likely first."""
     weights: torch.Tensor
     """fp32 [k]: probabilities times routed_scaling_factor."""
     logits: torch.Tensor
@@ -81,6 +81,13 @@ class Memory:
         self.cache.fill_(POISON)
         self.work.fill_(POISON)
 
+    def begin(self) -> None:
+        """Forgets all activations but the last token, so that whatever has a tag is of the launch that begins."""
+        token = self.tensor("token")
+        last = token.clone()
+        self.work.fill_(POISON)
+        token.copy_(last)
+
     def check(self, table: Table) -> None:
         """Raises ValueError unless a table's tensors lie where this memory has them."""
         if (table.place, table.graph.config) != (self.place, self.graph.config):
@@ -101,7 +108,7 @@ class Memory:
             "mlp.router_logits" [n_routed_experts] and "mlp.partials" [splits, hidden_size], "attn_partials" [chunks, H,
             width + abi.PARTIAL_STATS] as well (output, largest score, sum, padding). "token" is int32 [1].
             Records are bytes: "argmax_partials" [parts, bytes] and "mlp.routing" [k, bytes] without the logits behind
-            them; see `routing`.
+            them; see `routing`. Tagged activations are every second item of their memory (`abi.TAGGED_BF16`).
 
         Raises:
             KeyError: the graph has no such tensor.
@@ -112,7 +119,7 @@ class Memory:
         arenas = {"matrix": "weights", "vector": "weights", "cache": "cache", "activation": "work"}
         arena = getattr(self, arenas[tensor.kind])
         start = getattr(self.place, arenas[tensor.kind])[name]
-        short = name.split(".", 2)[-1] if name.startswith("layers.") else name
+        short = short_name(tensor)
         dtype, shape = torch.bfloat16, [tensor.rows, tensor.cols]
         if short == "attn_partials":
             heads = self.graph.config.num_attention_heads
@@ -129,16 +136,20 @@ class Memory:
                 shape = shape[:1]
             if tensor.count > 1:
                 shape = [tensor.count, *shape]
-        size = dtype.itemsize * torch.Size(shape).numel()
-        return arena[start : start + size].view(dtype).view(shape)
+        items, size = torch.Size(shape).numel(), dtype.itemsize
+        if not tagged(tensor) or dtype == torch.uint8:
+            return arena[start : start + size * items].view(dtype).view(shape)
+        # the upper half of each word
+        return arena[start : start + 2 * size * items].view(dtype)[1::2].view(shape)
 
     def routing(self, layer: int) -> Routing:
         """Views of what the router of a layer chose for the last token. Raises KeyError for a layer without experts."""
         name = f"layers.{layer}.mlp.routing"
         chosen = self.tensor(name)
         start = self.place.work[name] + chosen.numel()
-        logits = self.work[start : start + 4 * self.graph.config.n_routed_experts].view(torch.float32)
-        return Routing(chosen.view(torch.int32)[:, 0], chosen.view(torch.float32)[:, 1], logits)
+        size = abi.TAGGED_FP32 * self.graph.config.n_routed_experts
+        logits = self.work[start : start + size].view(torch.float32)[1::2]
+        return Routing(chosen.view(torch.int16)[:, 1], chosen.view(torch.float32)[:, 1], logits)
 
     def named_weights(self) -> dict[str, torch.Tensor]:
         """The weights by Hugging Face name, as `megakernel.weights` has them.

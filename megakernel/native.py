@@ -212,6 +212,7 @@ class Native:
             noise_position=noise_position,
         )
         results = self.results(launch, trace, timeline)
+        self.memory.begin()
         self.counts.copy_(self.begin)
         params = self.params(launch, spin_budget, results)
         pointer = ctypes.c_void_p(params.ctypes.data)
@@ -255,7 +256,7 @@ def run(table: Table, memory: Memory, config: build.BuildConfig | None = None, *
 def run_program(program: Path, native: Native, order_seed: int = 0, **launch) -> Result:
     """A launch on the host in a process of its own: of `build.host_program`, which sanitizers can watch.
 
-    Every array is an allocation of its own there, of exactly its size. The memory is left as it is.
+    Every array is an allocation of its own there, of exactly its size. What the launch computes stays there.
 
     Args:
         launch: as for `Native.run`, without `spin_budget`.
@@ -266,6 +267,7 @@ def run_program(program: Path, native: Native, order_seed: int = 0, **launch) ->
     """
     checked = native.check(**launch)
     results = native.results(checked, trace=True, timeline=True)
+    native.memory.begin()
     native.counts.copy_(native.begin)
     arrays = native.arrays | results
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ import torch
 from megakernel import abi
 from megakernel.config import ModelConfig
 from megakernel.schedule import Schedule
-from megakernel.tasks import ROUTERS, Graph, Op, Task, Tensor
+from megakernel.tasks import ITEM_BYTES, ROUTERS, Graph, Op, Task, Tensor
 from megakernel.weights import check as check_weights
 
 ALIGNMENT = 256
@@ -70,20 +70,37 @@ class Layout:
     work_bytes: int
 
 
+PLAIN = frozenset({"attn_partials", "mlp.partials", "logits", "argmax_partials", "token"})
+"""Activations that are not tagged: each of their readers waits for all that write what it reads."""
+
+
+def short_name(tensor: Tensor) -> str:
+    """The name of a tensor without its layer."""
+    return tensor.name.split(".", 2)[-1] if tensor.name.startswith("layers.") else tensor.name
+
+
+def tagged(tensor: Tensor) -> bool:
+    """Whether each value lies in a word with the number of its token, see `abi.TAGGED_BF16`."""
+    return tensor.kind == "activation" and short_name(tensor) not in PLAIN
+
+
 def bytes_of(config: ModelConfig, tensor: Tensor) -> int:
     """Bytes that a tensor takes: bf16 but for what is accumulated further, which is fp32, and for records."""
-    name = tensor.name.split(".", 2)[-1] if tensor.name.startswith("layers.") else tensor.name
+    name = short_name(tensor)
     items = tensor.count * tensor.rows * tensor.cols
     if name == "attn_partials":
         # of each chunk and head the output, its largest score and its sum
         return 4 * tensor.rows * (tensor.cols + config.num_attention_heads * abi.PARTIAL_STATS)
     if name == "mlp.routing":
-        return tensor.rows * abi.dtype("Routing").itemsize + 4 * config.n_routed_experts
+        logits = abi.TAGGED_FP32 * config.n_routed_experts
+        return tensor.rows * abi.dtype("Routing").itemsize + logits
     if name == "argmax_partials":
         return items * abi.dtype("Partial").itemsize
-    if name in ("mlp.partials", "mlp.router_logits", "logits", "token"):
+    if name in ("mlp.partials", "logits", "token"):
         return 4 * items
-    return 2 * items
+    if name == "mlp.router_logits":
+        return abi.TAGGED_FP32 * items
+    return items * (abi.TAGGED_BF16 if tagged(tensor) else ITEM_BYTES)
 
 
 def layout(graph: Graph) -> Layout:
@@ -213,6 +230,7 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
     else:
         workers = graph.knobs.workers if workers is None else workers
         lists = ()
+    relaxed = frozenset() if schedule is None else _unordered(graph, schedule)
     place = layout(graph)
     builder = _Args(graph, place)
     tasks = np.zeros(len(graph.tasks), abi.dtype("Task"))
@@ -243,6 +261,8 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
         if builder.appends(op, task):
             record["flags"] = abi.APPENDS
         record["args"] = builder.of(op, task)
+        if task.index in relaxed:
+            record["flags"] = abi.TAGGED
 
     list_first, list_items = _csr(lists) if lists else (np.zeros(workers + 1, np.int32), np.zeros(0, np.int32))
     consumer_first, consumers = _csr(event.consumers for event in graph.events)
@@ -262,6 +282,30 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
         consumers,
         next(event.index for event in graph.events if event.from_host),
     )
+
+
+def _unordered(graph: Graph, schedule: Schedule) -> frozenset[int]:
+    """The tasks that need not order what they write before they count up: all of it is tagged.
+
+    There are none if a row of a cache, which is not tagged, could then be unordered with the token after this one: its
+    writer must lead to the end of the token through tasks that do order, or that come later in the list of its worker.
+    """
+    free = {
+        task.index for task in graph.tasks if task.writes and all(tagged(graph.tensors[p.tensor]) for p in task.writes)
+    }
+    end = next(task.index for task in graph.tasks if task.type == "TERMINATE")
+    before = {}
+    for tasks in schedule.lists:
+        before |= dict(zip(tasks[1:], tasks, strict=False))
+    ordered, left = {end}, [end]
+    while left:
+        task = left.pop()
+        found = {p for event in graph.waits[task] for p in graph.events[event].producers if p not in free}
+        found |= {before[task]} if task in before else set()
+        left += found - ordered
+        ordered |= found
+    caches = (task.index for task in graph.tasks for part in task.writes if graph.tensors[part.tensor].kind == "cache")
+    return frozenset(free) if all(task in ordered for task in caches) else frozenset()
 
 
 class _Flat:
@@ -387,7 +431,7 @@ class _Args:
         elif op.name == "ABSORB_OUT":
             record.update(self.attended(op), head_rows=c.v_head_dim)
         elif op.name in ("EXPERT_W2", "EXPERT_W2_SHARED"):
-            record.update(input=self.place.work[task.reads[0].tensor], input_bytes=2 * matrix.cols)
+            record.update(input=self.place.work[task.reads[0].tensor], input_bytes=abi.TAGGED_BF16 * matrix.cols)
         elif op.name == "O_PROJ_RESIDUAL":
             if self.knobs.mla == "absorbed":
                 record.update(input=self.work(op, "attn_out"))
@@ -410,7 +454,7 @@ class _Args:
             record.update(out_kind=abi.value("Out", "fp32"), out=self.work(op, "mlp.router_logits"))
         else:
             out = self.name(op, "q") if op.name == "QKV_PROJ" else task.writes[0].tensor
-            record.update(out=self.place.work[out], out_bytes=2 * self.graph.tensors[out].rows)
+            record.update(out=self.place.work[out], out_bytes=abi.TAGGED_BF16 * self.graph.tensors[out].rows)
         if task.expert is not None or task.slot is not None:
             record.update(routing=self.work(op, "mlp.routing"))
         return record
@@ -496,7 +540,7 @@ class _Args:
     def moe_combine(self, op: Op, task: Task) -> dict[str, int]:
         return dict(
             input=self.work(op, "mlp.experts.out"),
-            input_bytes=2 * self.config.hidden_size,
+            input_bytes=abi.TAGGED_BF16 * self.config.hidden_size,
             shared=self.work(op, "mlp.shared_experts.out"),
             routing=self.work(op, "mlp.routing"),
             residual=self.place.work[task.reads[-1].tensor],

@@ -66,7 +66,7 @@ class Machine:
         # each arena as the types that are read from it; arenas are aligned for all of them
         self.weights, self.cache = memory.weights.view(torch.bfloat16), memory.cache.view(torch.bfloat16)
         self.halves, self.floats = memory.work.view(torch.bfloat16), memory.work.view(torch.float32)
-        self.ints = memory.work.view(torch.int32)
+        self.ints, self.experts = memory.work.view(torch.int32), memory.work.view(torch.int16)
         self.launch: Launch | None = None
         self.tokens = self.trace = None
 
@@ -134,12 +134,16 @@ class Machine:
     # -------------------------------------------------------------------------------------------- what records point to
 
     def half(self, start: int, *shape: int) -> torch.Tensor:
-        """bf16 activations, `start` bytes into `work`."""
-        return self.halves[start // 2 : start // 2 + _items(shape)].view(shape)
+        """bf16 activations, `start` bytes into `work`; their tags are nobody's business here."""
+        return self.halves[start // 2 + 1 : start // 2 + 2 * _items(shape) : 2].view(shape)
 
     def single(self, start: int, *shape: int) -> torch.Tensor:
         """fp32 activations, `start` bytes into `work`."""
         return self.floats[start // 4 : start // 4 + _items(shape)].view(shape)
+
+    def tagged_single(self, start: int, count: int) -> torch.Tensor:
+        """Tagged fp32 activations, `start` bytes into `work`."""
+        return self.floats[start // 4 + 1 : start // 4 + 2 * count : 2]
 
     def weight(self, start: int, *shape: int) -> torch.Tensor:
         """bf16 weights, `start` bytes into `weights`."""
@@ -161,7 +165,7 @@ class Machine:
         if task.by == ALL:
             return 0
         start, k = args.routing // 4, self.config.num_experts_per_tok
-        chosen = self.ints[start : start + 2 * k : 2].tolist()
+        chosen = self.experts[2 * start + 1 : 2 * (start + 2 * k) : 4].tolist()
         if task.by == SLOT:
             return chosen[task.at]
         return task.at if task.at in chosen else -1
@@ -200,7 +204,7 @@ class Machine:
     def append_rotated_key(self, args, position: int) -> None:
         """The key that all heads share goes to its own cache."""
         c = self.config
-        key = self.half(args.kva + 2 * c.kv_lora_rank, 1, c.qk_rope_head_dim)
+        key = self.half(args.kva + abi.TAGGED_BF16 * c.kv_lora_rank, 1, c.qk_rope_head_dim)
         rows = self.rows(args.rope_cache, c.qk_rope_head_dim, position, position + 1)
         rows.copy_(rotate(key, *self.rotation(position)))
 
@@ -242,10 +246,12 @@ class Machine:
         x = self.input(args, task.at)
         out = self.product(task, args, args.weight + expert * args.matrix_bytes, x)
         if args.out_kind == BF16:
-            self.half(args.out + args.out_bytes * task.at + 2 * first, end - first).copy_(out)
-        elif args.out_kind in (FP32, LOGITS):
+            self.half(args.out + args.out_bytes * task.at + abi.TAGGED_BF16 * first, end - first).copy_(out)
+        elif args.out_kind == FP32:
+            self.tagged_single(args.out + abi.TAGGED_FP32 * first, end - first).copy_(out)
+        elif args.out_kind == LOGITS:
             self.single(args.out + 4 * first, end - first).copy_(out)
-            if args.out_kind == LOGITS and self.trace is not None:
+            if self.trace is not None:
                 self.trace[step, first:end] = out
         else:
             position = self.launch.position + step
@@ -256,8 +262,8 @@ class Machine:
     def _gemv_res(self, task, args, step: int) -> None:
         first, end = task.rows
         out = self.product(task, args, args.weight, self.input(args)).to(torch.bfloat16)
-        residual = self.half(args.residual + 2 * first, end - first)
-        self.half(args.out + 2 * first, end - first).copy_(residual + out)
+        residual = self.half(args.residual + abi.TAGGED_BF16 * first, end - first)
+        self.half(args.out + abi.TAGGED_BF16 * first, end - first).copy_(residual + out)
 
     def _gemv_silu(self, task, args, step: int) -> None:
         expert = self.expert(task, args)
@@ -269,12 +275,12 @@ class Machine:
             self.product(task, args, weight + expert * args.matrix_bytes, x).to(torch.bfloat16)
             for weight in (args.weight, args.weight2)
         )
-        self.half(args.out + args.out_bytes * task.at + 2 * first, end - first).copy_(silu(gate) * up)
+        self.half(args.out + args.out_bytes * task.at + abi.TAGGED_BF16 * first, end - first).copy_(silu(gate) * up)
 
     def _gemv_splitk(self, task, args, step: int) -> None:
         (first, end), (low, high) = task.rows, task.chunk
         matrix = self.weight(args.weight + 2 * first * args.cols, end - first, args.cols)[:, low:high]
-        out = ieee_matmul(matrix, self.half(args.input + 2 * low, high - low))
+        out = ieee_matmul(matrix, self.half(args.input + abi.TAGGED_BF16 * low, high - low))
         self.single(args.out + args.out_bytes * task.at + 4 * first, end - first).copy_(out)
 
     def _splitk_reduce(self, task, args, step: int) -> None:
@@ -342,7 +348,7 @@ class Machine:
     def _attn_merge(self, task, args, step: int) -> None:
         first, end = task.rows
         heads = slice(first // args.head_stride, end // args.head_stride)
-        self.half(args.out + 2 * first, end - first).copy_(self.merged(args, heads))
+        self.half(args.out + abi.TAGGED_BF16 * first, end - first).copy_(self.merged(args, heads))
 
     def _moe_gate_topk(self, task, args, step: int) -> None:
         experts = self.config.n_routed_experts
@@ -356,7 +362,7 @@ class Machine:
     def router_logits(self, args) -> torch.Tensor:
         """fp32 [n_routed_experts], behind the records of a layer's routing."""
         records = self.config.num_experts_per_tok * abi.dtype("Routing").itemsize
-        return self.single(args.routing + records, self.config.n_routed_experts)
+        return self.tagged_single(args.routing + records, self.config.n_routed_experts)
 
     def choose(self, args) -> None:
         """Writes the records of a layer's routing, which follow from its router's logits."""
@@ -365,12 +371,12 @@ class Machine:
         # a stable sort, so that the lowest number comes first on a tie
         likely, order = self.router_logits(args).softmax(0).sort(descending=True, stable=True)
         start = args.routing // 4
-        self.ints[start : start + 2 * k : 2] = order[:k].int()
+        self.experts[2 * start + 1 : 2 * (start + 2 * k) : 4] = order[:k].short()
         self.floats[start + 1 : start + 2 * k : 2] = likely[:k] * c.routed_scaling_factor
 
     def _moe_combine(self, task, args, step: int) -> None:
         k, start = self.config.num_experts_per_tok, args.routing // 4
-        chosen = self.ints[start : start + 2 * k : 2].tolist()
+        chosen = self.experts[2 * start + 1 : 2 * (start + 2 * k) : 4].tolist()
         factors = self.floats[start + 1 : start + 2 * k : 2]
         first, end = task.rows
         own = slice(first, end)

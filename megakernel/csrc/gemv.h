@@ -6,7 +6,6 @@
 #include "dot.h"
 #include "merge.h"
 #include "norm.h"
-#include "wait.h"
 
 namespace mk {
 
@@ -18,16 +17,17 @@ struct Consumer {
 
 MK_DEVICE int position_of(int iteration) { return shared().params.position + iteration; }
 
-MK_DEVICE void stage_input(const Task& task, const Args& args, const Stream& s) {
+MK_DEVICE void stage_input(const Task& task, const Args& args, const Stream& s, uint32_t tag) {
   const Params& p = shared().params;
   int at = (By)task.by == By::all ? 0 : task.at;
   const unsigned char* from = (const unsigned char*)p.work + args.input + at * args.input_bytes;
+  const Tagged* vector = (const Tagged*)from;
   bf16* x = shared().x;
   const int first = s.head;
   int end = s.head + s.heads;
   switch ((Input)args.input_kind) {
     case Input::norm:
-      norm((const bf16*)from, (const bf16*)(p.weights + args.norm), args.cols, args.kv_eps ? p.kv_eps : p.eps, x);
+      norm(vector, tag, (const bf16*)(p.weights + args.norm), args.cols, args.kv_eps ? p.kv_eps : p.eps, x);
       break;
     case Input::merge: {
       if (!args.head_rows) end = args.cols / args.head_stride;
@@ -37,12 +37,12 @@ MK_DEVICE void stage_input(const Task& task, const Args& args, const Stream& s) 
     case Input::plain: {
       bool split = (Code)task.code == Code::gemv_splitk;
       int vectors = (split ? task.chunk[1] - task.chunk[0] : args.cols) / 8;
-      const bf16* vector = (const bf16*)from + (split ? task.chunk[0] : 0);
+      if (split) vector += task.chunk[0];
       MK_UNROLL(1)
       for (int head = first; head < end; ++head, x += 8 * vectors) {
-        const Vec16* own = (const Vec16*)(vector + head * args.head_stride);
+        const Tagged* own = vector + head * args.head_stride;
         MK_UNROLL(1)
-        for (int i = thread(); i < vectors; i += CONSUMERS) store_vector(x + 8 * i, fresh(own + i));
+        for (int i = thread(); i < vectors; i += CONSUMERS) store_vector(x + 8 * i, take_vector(own + 8 * i, tag));
       }
       break;
     }
@@ -115,7 +115,7 @@ MK_DEVICE void multiply(const Share& share, const Stream& s, const Task& task, c
 // Sums of the rows of a task in `slots`, of both matrices if it has two. All consumers call it.
 MK_DEVICE void product(Consumer& c, const Task& task, const Args& args, const Stream& s) {
   Shared& sh = shared();
-  stage_input(task, args, s);
+  stage_input(task, args, s, tag_of(c.iteration));
   consumer_sync();
   if (thread() == 0) gate_arrive(&sh.started[c.slot]);
   const Share share(s);
@@ -154,9 +154,9 @@ MK_DEVICE float row_sum(const Stream& s, int row) {
   return sum;
 }
 
-MK_DEVICE bf16* output_of(const Task& task, const Args& args) {
+MK_DEVICE Tagged* output_of(const Task& task, const Args& args) {
   int at = (By)task.by == By::all ? 0 : task.at;
-  return (bf16*)(shared().params.work + args.out + at * args.out_bytes);
+  return (Tagged*)(shared().params.work + args.out + at * args.out_bytes);
 }
 
 }  // namespace mk

@@ -23,6 +23,7 @@ namespace {
 
 constexpr size_t STACK_BYTES = 64 * 1024;
 constexpr int COPY_ODDS = 8;  // a copy that is on its way arrives at one in so many steps
+constexpr int STORES_AT_ONCE = 64;
 
 struct Block;
 
@@ -64,6 +65,13 @@ struct Copy {
   mk::Gate* gate;
 };
 
+struct Store {
+  void* to;
+  uint64_t value;
+  int bytes;
+  int block;
+};
+
 struct Machine {
   const mk::Params* params = nullptr;
   uint64_t random = 1;
@@ -72,6 +80,7 @@ struct Machine {
   std::vector<Fibre*> ready;
   std::vector<std::pair<mk::Gate*, Fibre*>> at_gates;
   std::vector<Copy> copies;
+  std::vector<Store> stores;
   Fibre* current = nullptr;
 #if defined(__x86_64__)
   void* stack_pointer = nullptr;  // of the scheduler
@@ -230,11 +239,22 @@ void arrive_copy() {
   settle(copy.gate);
 }
 
+void arrive_store(size_t at) {
+  auto& stores = machine->stores;
+  const Store store = stores[at];
+  stores[at] = stores.back();
+  stores.pop_back();
+  memcpy(store.to, &store.value, (size_t)store.bytes);  // little-endian
+}
+
 // False if nothing can ever go on: threads that the portable layer does not bring together wait for each other.
 bool schedule() {
   size_t left = machine->fibres.size();
   while (left) {
     if (!machine->copies.empty() && (machine->ready.empty() || draw(COPY_ODDS) == 0)) arrive_copy();
+    if (draw(COPY_ODDS) == 0)
+      for (uint32_t i = draw(STORES_AT_ONCE); i && !machine->stores.empty(); --i)
+        arrive_store(draw((uint32_t)machine->stores.size()));
     if (machine->ready.empty()) {
       if (machine->copies.empty() && machine->at_gates.empty()) return false;
       // nobody else could complete their gates now: let them look, and count it as a poll
@@ -251,6 +271,7 @@ bool schedule() {
       wake(nullptr);
     }
   }
+  while (!machine->stores.empty()) arrive_store(0);
   return true;
 }
 
@@ -322,6 +343,24 @@ bool try_wait(Gate* gate, int odd) {
 void copy(void* to, const void* from, int bytes, Gate* gate) {
   memset(to, 0xff, (size_t)bytes);  // NaN in bf16
   machine->copies.push_back(Copy{to, from, bytes, gate});
+}
+
+void store_later(void* to, uint64_t value, int bytes) {
+  // stores to the same place arrive in their order
+  for (size_t i = 0; i < machine->stores.size(); ++i)
+    if (machine->stores[i].to == to) {
+      arrive_store(i);
+      break;
+    }
+  machine->stores.push_back(Store{to, value, bytes, block_index()});
+}
+
+void stores_arrive() {
+  for (size_t i = 0; i < machine->stores.size();)
+    if (machine->stores[i].block == block_index())
+      arrive_store(i);
+    else
+      ++i;
 }
 
 }  // namespace host

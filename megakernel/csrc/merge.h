@@ -2,7 +2,7 @@
 // it is relative to and the sum of its weights (Dao et al., "Flash-Decoding", 2023).
 #pragma once
 
-#include "shared.h"
+#include "tagged.h"
 
 namespace mk {
 

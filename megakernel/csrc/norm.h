@@ -1,24 +1,24 @@
 // RMS norm (Zhang and Sennrich, 2019) as the reference rounds it: fp32, then bf16, then times the weight.
 #pragma once
 
-#include "shared.h"
+#include "tagged.h"
 
 namespace mk {
 
-// All consumers, once in a task: out[0 .. width) = norm(x) * weight, a multiple of 8. `out` is complete after the next
-// consumer_sync. x is read once: where it comes from is far away, and so is the weight.
-MK_CALL void norm(const bf16* x, const bf16* weight, int width, float eps, bf16* out) {
+// All consumers, once in a task: out[0 .. width) = norm(x) * weight, a multiple of 8, in shared memory. `out` is complete
+// after the next consumer_sync. x is read once: where it comes from is far away, and so is the weight.
+MK_CALL void norm(const Tagged* x, uint32_t tag, const bf16* weight, int width, float eps, bf16* out) {
   Shared& sh = shared();
   Vec16 values = {}, weights = {};  // this thread's first ones
   if (thread() < width / 8) {
     weights = load_vector(weight + 8 * thread());
-    values = fresh((const Vec16*)x + thread());
+    values = take_vector(x + 8 * thread(), tag);
   }
   float squares = 0;
   MK_UNROLL(1)
   for (int i = thread(); i < width / 8; i += CONSUMERS) {
     Vec16 own = values;
-    if (i != thread()) store_vector(out + 8 * i, own = fresh((const Vec16*)x + i));
+    if (i != thread()) store_vector(out + 8 * i, own = take_vector(x + 8 * i, tag));
     for (int j = 0; j < 4; ++j) {
       squares = fmaf(low_half(own.word[j]), low_half(own.word[j]), squares);
       squares = fmaf(high_half(own.word[j]), high_half(own.word[j]), squares);
@@ -49,10 +49,13 @@ MK_DEVICE uint32_t rotated_pair(uint32_t pair, float cosine, float sine) {
 }
 
 // The element at `index` of x, rotated by the angle of this position.
-MK_CALL bf16 rotated(const bf16* x, int index, int position) {
+MK_CALL bf16 rotated(const Tagged* x, uint32_t tag, int index, int position) {
   const Params& p = shared().params;
   const float* angle = (const float*)p.rotary + (int64_t)position * p.rope + (index & ~1);
-  uint32_t pair = rotated_pair(fresh((const uint32_t*)(x + (index & ~1))), angle[0], angle[1]);
+  const Tagged* even = x + (index & ~1);
+  const uint32_t low = load_relaxed(even), high = load_relaxed(even + 1);
+  uint32_t pair = (uint32_t)taken(even, low, tag) | (uint32_t)taken(even + 1, high, tag) << 16;
+  pair = rotated_pair(pair, angle[0], angle[1]);
   return (bf16)(index & 1 ? pair >> 16 : pair & 0xffffu);
 }
 

@@ -90,6 +90,16 @@ struct Source {
   }
 };
 
+// The expert whose matrices a task reads: its number, 0 where there are no experts, -1 if the task has nothing to do.
+MK_DEVICE int expert_of(const Params& p, const Task& task, const Args& args, int iteration) {
+  if ((By)task.by == By::all) return 0;
+  const Routing* routing = (const Routing*)(p.work + args.routing);
+  if ((By)task.by == By::slot) return take(routing + task.at, tag_of(iteration)).expert;
+  for (int i = 0; i < p.topk; ++i)
+    if (take(routing + i, tag_of(iteration)).expert == task.at) return task.at;
+  return -1;
+}
+
 // The producer's side of the ring. It takes some hundred cycles to begin a piece: where single threads can, there is a
 // lane for each stage, so that many begin at once. Ahead of a task only a few are on their way at a time: whatever else
 // the block reads or counts up, and others wait for, queues behind them.
@@ -196,7 +206,7 @@ MK_DEVICE void produce(const Params& p) {
         // could be done with the task, and with the token, before this wave had looked
         state = State::routing;
         if (!wave_event_wait(task.route_event, next.iteration)) break;
-        if (expert_of(p, task, args) < 0) stream.count = 0;
+        if (expert_of(p, task, args, next.iteration) < 0) stream.count = 0;
       }
     }
     if (lane() == 0) {
@@ -225,7 +235,7 @@ MK_DEVICE void produce(const Params& p) {
         state = State::routing;
         if (!wave_event_wait(task.route_event, next.iteration)) break;
       }
-      const int expert = expert_of(p, task, sh.args[slot]);
+      const int expert = expert_of(p, task, sh.args[slot], next.iteration);
       stream.matrix += expert * sh.args[slot].matrix_bytes;
       stream.matrix2 += expert * sh.args[slot].matrix_bytes;
     }
@@ -258,10 +268,10 @@ MK_DEVICE void execute(Consumer& c) {
     product(c, task, args, s);
     switch ((Code)task.code) {
       case Code::gemv: gemv(task, args, s, c.iteration); break;
-      case Code::gemv_res: gemv_res(task, args, s); break;
-      case Code::gemv_silu: gemv_silu(task, args, s); break;
+      case Code::gemv_res: gemv_res(task, args, s, c.iteration); break;
+      case Code::gemv_silu: gemv_silu(task, args, s, c.iteration); break;
       case Code::gemv_splitk: gemv_splitk(task, args, s); break;
-      case Code::moe_gate_topk: moe_gate_topk(args, s); break;
+      case Code::moe_gate_topk: moe_gate_topk(args, s, c.iteration); break;
       default: break;
     }
     return;
@@ -269,13 +279,13 @@ MK_DEVICE void execute(Consumer& c) {
   if (thread() == 0) gate_arrive(&shared().started[slot]);
   switch ((Code)task.code) {
     case Code::embedding: embedding(slot, c.iteration); break;
-    case Code::rms_norm: rms_norm(slot); break;
-    case Code::splitk_reduce: splitk_reduce(slot); break;
+    case Code::rms_norm: rms_norm(slot, c.iteration); break;
+    case Code::splitk_reduce: splitk_reduce(slot, c.iteration); break;
     case Code::mla_prep: mla_prep(slot, c.iteration); break;
     case Code::attn_chunk: c.pieces += attn_chunk(slot, c.iteration, c.pieces); break;
-    case Code::attn_merge: attn_merge(slot); break;
-    case Code::moe_topk: moe_topk(slot); break;
-    case Code::moe_combine: moe_combine(slot); break;
+    case Code::attn_merge: attn_merge(slot, c.iteration); break;
+    case Code::moe_topk: moe_topk(slot, c.iteration); break;
+    case Code::moe_combine: moe_combine(slot, c.iteration); break;
     case Code::argmax_partial: argmax_partial(slot, c.iteration); break;
     case Code::argmax_reduce: argmax_reduce(slot, c.iteration); break;
     default: break;
@@ -283,10 +293,12 @@ MK_DEVICE void execute(Consumer& c) {
 }
 
 // By one thread: one more producer of an event is done. Notes the events that have fired by that.
-MK_DEVICE void count_up(const Params& p, int event, int iteration) {
+MK_DEVICE void count_up(const Params& p, int event, int iteration, bool tagged) {
   Shared& sh = shared();
   uint32_t* counter = (uint32_t*)p.counters + event;
-  if (!p.dynamic) {
+  if (!p.dynamic && tagged) {
+    count_relaxed(counter);
+  } else if (!p.dynamic) {
     add_release(counter, 1);
   } else if (add_acq_rel(counter, 1) + 1 == threshold_of(p, event, iteration)) {
     sh.fired[sh.fired_count % 8] = event;
@@ -362,9 +374,10 @@ MK_DEVICE void consume(const Params& p) {
       sh.fired_count = 0;
       MK_UNROLL(1)
       for (int i = 0; i < task.trigger_count; ++i)
-        count_up(p, i < HELD ? sh.triggers[slot][i] : ((const int32_t*)p.triggers)[task.trigger_first + i], c.iteration);
+        count_up(p, i < HELD ? sh.triggers[slot][i] : ((const int32_t*)p.triggers)[task.trigger_first + i], c.iteration,
+                 task.flags & TAGGED);
       if ((Code)task.code == Code::terminate && c.iteration + 1 < p.iterations)
-        count_up(p, p.launch_event, c.iteration + 1);
+        count_up(p, p.launch_event, c.iteration + 1, false);
     }
     if (p.dynamic) {
       consumer_sync();

@@ -24,16 +24,6 @@ MK_DEVICE bool streams(const Task& task) {
   }
 }
 
-// The expert whose matrices a task reads: its number, 0 where there are no experts, -1 if the task has nothing to do.
-MK_DEVICE int expert_of(const Params& p, const Task& task, const Args& args) {
-  if ((By)task.by == By::all) return 0;
-  const Routing* routing = (const Routing*)(p.work + args.routing);
-  if ((By)task.by == By::slot) return fresh(&routing[task.at].expert);
-  for (int i = 0; i < p.topk; ++i)
-    if (fresh(&routing[i].expert) == task.at) return task.at;
-  return -1;
-}
-
 // Cuts rows of `cols` elements, of which `s` has the place and the number, into pieces. Few rows are cut into one for
 // each of `teams` at least, but not so that a team has fewer rows than waves: how the sums of a row are added should not
 // depend on how many rows there are.

@@ -34,17 +34,17 @@ MK_DEVICE int64_t place_of(const void* near, bool all_near) {
 }
 
 // As `Dot` wants them. What is read was written by other blocks, and is far away: one load each, whatever it is.
-MK_DEVICE void stage_queries(const Attention& a) {
+MK_DEVICE void stage_queries(const Attention& a, uint32_t tag) {
   const Params& p = shared().params;
-  const bf16* query = (const bf16*)(p.work + a.args->query);
+  const Tagged* query = (const Tagged*)(p.work + a.args->query);
   const int vectors = a.each / 8;
   MK_UNROLL(1)
   for (int i = thread(); i < a.heads * vectors; i += CONSUMERS) {
     const int own = i / vectors, head = a.first + own, at = (i - own * vectors) * 8;
-    const bf16* from = query + head * (p.nope + p.rope) + at;
-    if (a.absorbed) from = at < a.plain ? (const bf16*)(p.work + a.args->absorbed) + head * p.lora + at : from - p.lora + p.nope;
-    if (at >= a.plain && !a.folded) from = (const bf16*)(p.work + a.args->rotated) + head * p.rope + at - a.plain;
-    Vec16 values = fresh((const Vec16*)from);
+    const Tagged* from = query + head * (p.nope + p.rope) + at;
+    if (a.absorbed) from = at < a.plain ? (const Tagged*)(p.work + a.args->absorbed) + head * p.lora + at : from - p.lora + p.nope;
+    if (at >= a.plain && !a.folded) from = (const Tagged*)(p.work + a.args->rotated) + head * p.rope + at - a.plain;
+    Vec16 values = take_vector(from, tag);
     if (at >= a.plain && a.folded) values = rotated_vector(values, at - a.plain, a.now);
     store_vector(a.queries + 8 * i, arranged(values));
   }
@@ -218,13 +218,14 @@ MK_CALL uint32_t attn_chunk(int slot, int iteration, uint32_t streamed) {
   a.turned = a.rows + a.pitch;
   a.scores = (float*)(a.turned + a.pitch);
 
-  stage_queries(a);
+  const uint32_t tag = tag_of(iteration);
+  stage_queries(a, tag);
   const bool holds_now = begin <= a.now && a.now < end;
   if (a.absorbed && a.folded && holds_now) {
-    const bf16* kva = (const bf16*)(p.work + args.kva);
-    norm(kva, (const bf16*)(p.weights + args.norm), p.lora, p.kv_eps, row);
+    const Tagged* kva = (const Tagged*)(p.work + args.kva);
+    norm(kva, tag, (const bf16*)(p.weights + args.norm), p.lora, p.kv_eps, row);
     MK_UNROLL(1)
-    for (int i = thread(); i < p.rope; i += CONSUMERS) row[p.lora + i] = rotated(kva + p.lora, i, a.now);
+    for (int i = thread(); i < p.rope; i += CONSUMERS) row[p.lora + i] = rotated(kva + p.lora, tag, i, a.now);
     consumer_sync();
     if (task.flags & APPENDS) {
       bf16* out = (bf16*)(p.cache + args.cache) + (int64_t)a.now * args.cache_pitch;

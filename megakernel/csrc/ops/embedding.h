@@ -11,9 +11,9 @@ MK_CALL void embedding(int slot, int iteration) {
   int token = ((const int32_t*)p.forced)[iteration];
   if (token < 0) token = fresh((const int32_t*)(p.work + args.input));
   const bf16* row = (const bf16*)(p.weights + args.weight) + (int64_t)token * args.cols;
-  bf16* out = (bf16*)(p.work + args.out);
+  Tagged* out = (Tagged*)(p.work + args.out);
   MK_UNROLL(1)
-  for (int i = thread(); i < args.cols; i += CONSUMERS) out[i] = row[i];
+  for (int i = thread(); i < args.cols; i += CONSUMERS) post(out + i, row[i], tag_of(iteration));
 }
 
 }  // namespace mk

@@ -8,16 +8,17 @@ namespace mk {
 
 MK_DEVICE void gemv(const Task& task, const Args& args, const Stream& s, int iteration) {
   const Params& p = shared().params;
+  const uint32_t tag = tag_of(iteration);
   MK_UNROLL(1)
   for (int i = thread(); i < s.rows; i += CONSUMERS) {
     int row = task.rows[0] + i;
     float value = row_sum(s, i);
     switch ((Out)args.out_kind) {
       case Out::bf16:
-        output_of(task, args)[row] = to_bf16(value);
+        post(output_of(task, args) + row, to_bf16(value), tag);
         break;
       case Out::fp32:
-        ((float*)(p.work + args.out))[row] = value;
+        post((TaggedFloat*)(p.work + args.out) + row, value, tag);
         break;
       case Out::logits:
         ((float*)(p.work + args.out))[row] = value;
@@ -30,9 +31,9 @@ MK_DEVICE void gemv(const Task& task, const Args& args, const Stream& s, int ite
   }
   if (task.flags & APPENDS) {  // the rotated key that all heads share
     bf16* row = (bf16*)(p.cache + args.rope_cache) + (int64_t)position_of(iteration) * p.rope;
-    const bf16* key = (const bf16*)(p.work + args.kva) + p.lora;
+    const Tagged* key = (const Tagged*)(p.work + args.kva) + p.lora;
     MK_UNROLL(1)
-    for (int i = thread(); i < p.rope; i += CONSUMERS) row[i] = rotated(key, i, position_of(iteration));
+    for (int i = thread(); i < p.rope; i += CONSUMERS) row[i] = rotated(key, tag, i, position_of(iteration));
   }
 }
 

@@ -5,13 +5,14 @@
 
 namespace mk {
 
-MK_DEVICE void gemv_res(const Task& task, const Args& args, const Stream& s) {
-  const bf16* residual = (const bf16*)(shared().params.work + args.residual);
-  bf16* out = output_of(task, args);
+MK_DEVICE void gemv_res(const Task& task, const Args& args, const Stream& s, int iteration) {
+  const uint32_t tag = tag_of(iteration);
+  const Tagged* residual = (const Tagged*)(shared().params.work + args.residual);
+  Tagged* out = output_of(task, args);
   MK_UNROLL(1)
   for (int i = thread(); i < s.rows; i += CONSUMERS) {
     int row = task.rows[0] + i;
-    out[row] = to_bf16(to_float(fresh(&residual[row])) + rounded(row_sum(s, i)));
+    post(out + row, to_bf16(to_float(take(residual + row, tag)) + rounded(row_sum(s, i))), tag);
   }
 }
 

@@ -5,12 +5,12 @@
 
 namespace mk {
 
-MK_DEVICE void gemv_silu(const Task& task, const Args& args, const Stream& s) {
-  bf16* out = output_of(task, args);
+MK_DEVICE void gemv_silu(const Task& task, const Args& args, const Stream& s, int iteration) {
+  Tagged* out = output_of(task, args);
   MK_UNROLL(1)
   for (int i = thread(); i < s.rows; i += CONSUMERS) {
     float gate = rounded(row_sum(s, i)), up = rounded(row_sum(s, s.rows + i));
-    out[task.rows[0] + i] = to_bf16(rounded(gate / (1.0f + expf(-gate))) * up);
+    post(out + task.rows[0] + i, to_bf16(rounded(gate / (1.0f + expf(-gate))) * up), tag_of(iteration));
   }
 }
 

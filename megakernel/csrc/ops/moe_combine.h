@@ -5,11 +5,12 @@
 
 namespace mk {
 
-MK_CALL void moe_combine(int slot) {
+MK_CALL void moe_combine(int slot, int iteration) {
   Shared& sh = shared();
   const Params& p = shared().params;
   const Task& task = shared().task[slot];
   const Args& args = shared().args[slot];
+  const uint32_t tag = tag_of(iteration);
   const Routing* routing = (const Routing*)(p.work + args.routing);
   // the chosen experts in the order of their ids: where each one's output lies, and its weight; for each wave apart
   int32_t* places = (int32_t*)sh.slots + wave() * 4 * p.topk;
@@ -18,8 +19,9 @@ MK_CALL void moe_combine(int slot) {
   float* chances = weights + 2 * p.topk;
   MK_UNROLL(1)
   for (int own = lane(); own < p.topk; own += WAVE) {
-    experts[own] = fresh(&routing[own].expert);
-    chances[own] = fresh(&routing[own].weight);
+    const Choice choice = take(routing + own, tag);
+    experts[own] = choice.expert;
+    chances[own] = choice.weight;
   }
   wave_sync();
   MK_UNROLL(1)
@@ -33,25 +35,29 @@ MK_CALL void moe_combine(int slot) {
     weights[rank] = chances[own];
   }
   wave_sync();
-  const bf16* shared = (const bf16*)(p.work + args.shared);
-  const bf16* residual = (const bf16*)(p.work + args.residual);
-  bf16* out = (bf16*)(p.work + args.out);
+  const Tagged* shared = (const Tagged*)(p.work + args.shared);
+  const Tagged* residual = (const Tagged*)(p.work + args.residual);
+  Tagged* out = (Tagged*)(p.work + args.out);
   MK_UNROLL(1)
   for (int i = task.rows[0] + thread(); i < task.rows[1]; i += CONSUMERS) {
     constexpr int AT_ONCE = 8;  // far away: these loads overlap
-    float sum = 0, last = to_float(fresh(&shared[i])), before = to_float(fresh(&residual[i]));
+    const uint32_t last = load_relaxed(shared + i), before = load_relaxed(residual + i);
+    float sum = 0;
     for (int base = 0; base < p.topk; base += AT_ONCE) {
-      bf16 parts[AT_ONCE];
+      const Tagged* from[AT_ONCE];
+      uint32_t parts[AT_ONCE];
       MK_UNROLL(8)
       for (int j = 0; j < AT_ONCE; ++j) {
         int rank = base + j < p.topk ? base + j : base;
-        parts[j] = fresh((const bf16*)(p.work + args.input + places[rank] * args.input_bytes) + i);
+        from[j] = (const Tagged*)(p.work + args.input + places[rank] * args.input_bytes) + i;
+        parts[j] = load_relaxed(from[j]);
       }
       MK_UNROLL(8)
       for (int j = 0; j < AT_ONCE; ++j)
-        if (base + j < p.topk) sum = rounded(sum + rounded(to_float(parts[j]) * weights[base + j]));
+        if (base + j < p.topk) sum = rounded(sum + rounded(to_float(taken(from[j], parts[j], tag)) * weights[base + j]));
     }
-    out[i] = to_bf16(before + rounded(sum + last));
+    sum = rounded(sum + to_float(taken(shared + i, last, tag)));
+    post(out + i, to_bf16(to_float(taken(residual + i, before, tag)) + sum), tag);
   }
 }
 

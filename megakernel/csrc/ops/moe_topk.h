@@ -9,7 +9,7 @@ namespace mk {
 MK_DEVICE float* scores_of_wave() { return shared().scratch + wave() * shared().params.experts; }
 
 // All consumers: from logits in each wave's scores, of which each lane has written those that it reads.
-MK_CALL void choose_experts(Routing* routing) {
+MK_CALL void choose_experts(Routing* routing, uint32_t tag) {
   constexpr int AT_ONCE = 8, SHARES = WAVE / AT_ONCE;  // experts of a wave at once, and lanes that count for each
   const Params& p = shared().params;
   float* scores = scores_of_wave();
@@ -29,7 +29,7 @@ MK_CALL void choose_experts(Routing* routing) {
   wave_sync();
   if (!(sum >= 0)) {  // NaN logits: nothing compares
     MK_UNROLL(1)
-    for (int slot = thread(); slot < p.topk; slot += CONSUMERS) routing[slot] = Routing{0, NAN};
+    for (int slot = thread(); slot < p.topk; slot += CONSUMERS) post(routing + slot, 0, NAN, tag);
     return;
   }
   MK_UNROLL(1)
@@ -41,19 +41,20 @@ MK_CALL void choose_experts(Routing* routing) {
     for (int j = lane() % SHARES; j < p.experts; j += SHARES)
       rank += scores[j] > own || (scores[j] == own && j < expert);
     for (int mask = 1; mask < SHARES; mask *= 2) rank += shuffle_xor(rank, mask);
-    if (lane() % SHARES == 0 && expert < p.experts && rank < p.topk) routing[rank] = Routing{expert, own * p.routed_scale};
+    if (lane() % SHARES == 0 && expert < p.experts && rank < p.topk) post(routing + rank, expert, own * p.routed_scale, tag);
   }
 }
 
-MK_CALL void moe_topk(int slot) {
+MK_CALL void moe_topk(int slot, int iteration) {
   const Params& p = shared().params;
   const Args& args = shared().args[slot];
   Routing* routing = (Routing*)(p.work + args.routing);
-  const float* logits = (const float*)(routing + p.topk);
+  const TaggedFloat* logits = (const TaggedFloat*)(routing + p.topk);
+  const uint32_t tag = tag_of(iteration);
   float* scores = scores_of_wave();
   MK_UNROLL(2)
-  for (int i = lane(); i < p.experts; i += WAVE) scores[i] = fresh(&logits[i]);
-  choose_experts(routing);
+  for (int i = lane(); i < p.experts; i += WAVE) scores[i] = take(logits + i, tag);
+  choose_experts(routing, tag);
 }
 
 }  // namespace mk

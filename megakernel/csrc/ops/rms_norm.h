@@ -5,11 +5,16 @@
 
 namespace mk {
 
-MK_CALL void rms_norm(int slot) {
+MK_CALL void rms_norm(int slot, int iteration) {
   const Params& p = shared().params;
   const Args& args = shared().args[slot];
-  const bf16* x = (const bf16*)(p.work + args.input);
-  norm(x, (const bf16*)(p.weights + args.norm), args.cols, p.eps, (bf16*)(p.work + args.out));
+  const Tagged* x = (const Tagged*)(p.work + args.input);
+  Tagged* out = (Tagged*)(p.work + args.out);
+  const uint32_t tag = tag_of(iteration);
+  norm(x, tag, (const bf16*)(p.weights + args.norm), args.cols, p.eps, shared().x);
+  consumer_sync();
+  MK_UNROLL(1)
+  for (int i = thread(); i < args.cols; i += CONSUMERS) post(out + i, shared().x[i], tag);
 }
 
 }  // namespace mk

@@ -5,17 +5,18 @@
 
 namespace mk {
 
-MK_CALL void splitk_reduce(int slot) {
+MK_CALL void splitk_reduce(int slot, int iteration) {
   const Params& p = shared().params;
   const Args& args = shared().args[slot];
   const float* partials = (const float*)(p.work + args.input);
-  const bf16* residual = (const bf16*)(p.work + args.residual);
-  bf16* out = (bf16*)(p.work + args.out);
+  const uint32_t tag = tag_of(iteration);
+  const Tagged* residual = (const Tagged*)(p.work + args.residual);
+  Tagged* out = (Tagged*)(p.work + args.out);
   MK_UNROLL(1)
   for (int i = thread(); i < args.cols; i += CONSUMERS) {
     float sum = 0;
     for (int part = 0; part < args.chunks; ++part) sum += fresh(&partials[(int64_t)part * args.cols + i]);
-    out[i] = to_bf16(to_float(fresh(&residual[i])) + rounded(sum));
+    post(out + i, to_bf16(to_float(take(residual + i, tag)) + rounded(sum)), tag);
   }
 }
 

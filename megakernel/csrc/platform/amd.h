@@ -62,9 +62,18 @@ MK_DEVICE void consumer_sync() {
 }
 
 MK_DEVICE uint32_t load_relaxed(const uint32_t* p) { return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
+MK_DEVICE uint64_t load_relaxed(const uint64_t* p) { return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
+MK_DEVICE Vec16 load_relaxed(const Vec16* p) {
+  Vec16 value;
+  for (int i = 0; i < 4; ++i) value.word[i] = load_relaxed(&p->word[i]);
+  return value;
+}
 MK_DEVICE uint32_t load_acquire(const uint32_t* p) { return __hip_atomic_load(p, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_AGENT); }
 MK_DEVICE uint64_t load_acquire(const uint64_t* p) { return __hip_atomic_load(p, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_AGENT); }
 MK_DEVICE void store_relaxed(uint32_t* p, uint32_t value) {
+  __hip_atomic_store(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+MK_DEVICE void store_relaxed(uint64_t* p, uint64_t value) {
   __hip_atomic_store(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 MK_DEVICE void store_release(uint64_t* p, uint64_t value) {
@@ -73,6 +82,7 @@ MK_DEVICE void store_release(uint64_t* p, uint64_t value) {
 MK_DEVICE uint32_t add_relaxed(uint32_t* p, uint32_t value) {
   return __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+MK_DEVICE void count_relaxed(uint32_t* p) { add_relaxed(p, 1); }
 MK_DEVICE void add_release(uint32_t* p, uint32_t value) {
   __hip_atomic_fetch_add(p, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
 }

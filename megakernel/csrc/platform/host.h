@@ -38,6 +38,8 @@ struct Gate {
 void arrive(Gate* g, int64_t bytes);
 bool try_wait(Gate* g, int odd);
 void copy(void* to, const void* from, int bytes, Gate* g);
+void store_later(void* to, uint64_t value, int bytes);
+void stores_arrive();  // those of this block
 
 }  // namespace host
 
@@ -73,19 +75,33 @@ inline void block_sync() { host::meet(host::ALL); }
 inline void consumer_sync_init() {}
 inline void consumer_sync() { host::meet(host::CONSUMERS); }
 
-// One operating-system thread: plain accesses are atomic.
+// One operating-system thread: plain accesses are atomic. Relaxed stores arrive at some later time, and not in order, but
+// before anything that their block releases.
 inline uint32_t load_relaxed(const uint32_t* p) { return *p; }
+inline uint64_t load_relaxed(const uint64_t* p) { return *p; }
+inline Vec16 load_relaxed(const Vec16* p) { return *p; }
 inline uint32_t load_acquire(const uint32_t* p) { return *p; }
 inline uint64_t load_acquire(const uint64_t* p) { return *p; }
-inline void store_relaxed(uint32_t* p, uint32_t value) { *p = value; }
-inline void store_release(uint64_t* p, uint64_t value) { *p = value; }
+inline void store_relaxed(uint32_t* p, uint32_t value) { host::store_later(p, value, sizeof value); }
+inline void store_relaxed(uint64_t* p, uint64_t value) { host::store_later(p, value, sizeof value); }
+inline void store_release(uint64_t* p, uint64_t value) {
+  host::stores_arrive();
+  *p = value;
+}
 inline uint32_t add_relaxed(uint32_t* p, uint32_t value) {
   uint32_t old = *p;
   *p = old + value;
   return old;
 }
-inline void add_release(uint32_t* p, uint32_t value) { *p += value; }
-inline uint32_t add_acq_rel(uint32_t* p, uint32_t value) { return add_relaxed(p, value); }
+inline void count_relaxed(uint32_t* p) { ++*p; }
+inline void add_release(uint32_t* p, uint32_t value) {
+  host::stores_arrive();
+  *p += value;
+}
+inline uint32_t add_acq_rel(uint32_t* p, uint32_t value) {
+  host::stores_arrive();
+  return add_relaxed(p, value);
+}
 
 template <class T>
 inline T fresh(const T* p) {

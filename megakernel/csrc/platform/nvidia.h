@@ -62,8 +62,24 @@ MK_DEVICE uint64_t load_acquire(const uint64_t* p) {
   asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
   return value;
 }
+MK_DEVICE uint64_t load_relaxed(const uint64_t* p) {
+  uint64_t value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+MK_DEVICE Vec16 load_relaxed(const Vec16* p) {
+  Vec16 value;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3])
+               : "l"(p)
+               : "memory");
+  return value;
+}
 MK_DEVICE void store_relaxed(uint32_t* p, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+MK_DEVICE void store_relaxed(uint64_t* p, uint64_t value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 MK_DEVICE void store_release(uint64_t* p, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
@@ -73,6 +89,7 @@ MK_DEVICE uint32_t add_relaxed(uint32_t* p, uint32_t value) {
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(value) : "memory");
   return old;
 }
+MK_DEVICE void count_relaxed(uint32_t* p) { asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory"); }
 MK_DEVICE void add_release(uint32_t* p, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
