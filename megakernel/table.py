@@ -17,7 +17,7 @@ import torch
 from megakernel import abi
 from megakernel.config import ModelConfig
 from megakernel.schedule import Schedule
-from megakernel.tasks import ITEM_BYTES, ROUTERS, Graph, Op, Task, Tensor
+from megakernel.tasks import ITEM_BYTES, ROUTERS, Graph, Op, Range, Task, Tensor
 from megakernel.weights import check as check_weights
 
 ALIGNMENT = 256
@@ -230,9 +230,10 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
     else:
         workers = graph.knobs.workers if workers is None else workers
         lists = ()
-    relaxed = frozenset() if schedule is None else _unordered(graph, schedule)
     place = layout(graph)
     builder = _Args(graph, place)
+    appending = [task.index for task in graph.tasks if task.op >= 0 and builder.writes_cache(graph.ops[task.op], task)]
+    order = None if schedule is None else _Order(graph, schedule, appending)
     tasks = np.zeros(len(graph.tasks), abi.dtype("Task"))
     tasks["route_event"] = -1
     waits, triggers = _Flat(), _Flat()
@@ -261,8 +262,8 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
         if builder.appends(op, task):
             record["flags"] = abi.APPENDS
         record["args"] = builder.of(op, task)
-        if task.index in relaxed:
-            record["flags"] = abi.TAGGED
+        if order is not None:
+            record["flags"] |= abi.TAGGED * (task.index in order.free) | abi.BY_TAGS * order.by_tags(task)
 
     list_first, list_items = _csr(lists) if lists else (np.zeros(workers + 1, np.int32), np.zeros(0, np.int32))
     consumer_first, consumers = _csr(event.consumers for event in graph.events)
@@ -284,28 +285,79 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
     )
 
 
-def _unordered(graph: Graph, schedule: Schedule) -> frozenset[int]:
-    """The tasks that need not order what they write before they count up: all of it is tagged.
+class _Order:
+    """Which tasks need no order with others, because what they write or read is tagged.
 
-    There are none if a row of a cache, which is not tagged, could then be unordered with the token after this one: its
-    writer must lead to the end of the token through tasks that do order, or that come later in the list of its worker.
+    What is not tagged has to be ordered by the counters. A task that reads such a thing must wait itself for all that
+    write it: a way there over others would lead through tasks that count up in no order. Rows of a cache are read by
+    the tokens to come as well: who may write one must lead to the end of the token through tasks that do order, or that
+    come later in the list of its worker. Unless both hold, every task orders what it writes, and waits for events.
     """
-    free = {
-        task.index for task in graph.tasks if task.writes and all(tagged(graph.tensors[p.tensor]) for p in task.writes)
-    }
-    end = next(task.index for task in graph.tasks if task.type == "TERMINATE")
-    before = {}
-    for tasks in schedule.lists:
-        before |= dict(zip(tasks[1:], tasks, strict=False))
-    ordered, left = {end}, [end]
-    while left:
-        task = left.pop()
-        found = {p for event in graph.waits[task] for p in graph.events[event].producers if p not in free}
-        found |= {before[task]} if task in before else set()
-        left += found - ordered
-        ordered |= found
-    caches = (task.index for task in graph.tasks for part in task.writes if graph.tensors[part.tensor].kind == "cache")
-    return frozenset(free) if all(task in ordered for task in caches) else frozenset()
+
+    def __init__(self, graph: Graph, schedule: Schedule, appending: Iterable[int]):
+        """
+        Args:
+            appending: tasks that may write rows of a cache.
+        """
+        self.graph = graph
+        self.writers: dict[str, list[tuple[int, Range]]] = {}
+        """Of each tensor that is not tagged, the tasks that write it."""
+        for task in graph.tasks:
+            for part in task.writes:
+                if not tagged(graph.tensors[part.tensor]):
+                    self.writers.setdefault(part.tensor, []).append((task.index, part))
+        appending = set(appending)
+        free = {task.index for task in graph.tasks if task.writes} - appending
+        free -= {task for found in self.writers.values() for task, _ in found}
+        self.free = frozenset(free) if appending <= self._ordered(schedule, free) and self._waits() else frozenset()
+        """Tasks that need not order what they write."""
+
+    def before(self, task: Task) -> set[int]:
+        """The tasks that write what a task reads, if that is not tagged. Whatever row of a cache a token is at."""
+        found = set()
+        for part in task.reads:
+            cache = self.graph.tensors[part.tensor].kind == "cache"
+            for writer, own in self.writers.get(part.tensor, ()):
+                if self.graph.tasks[writer].op != task.op if cache else _overlap(part, own):
+                    found.add(writer)
+        return found
+
+    def by_tags(self, task: Task) -> bool:
+        """Whether a task need not wait for its events, because there is a tag on all that others write and it reads."""
+        read = any(self.graph.tensors[part.tensor].kind == "activation" for part in task.reads)
+        return bool(self.free) and read and not self.before(task)
+
+    def _ordered(self, schedule: Schedule, free: set[int]) -> set[int]:
+        """The tasks whose writes are visible to the end of the token."""
+        graph = self.graph
+        end = next(task.index for task in graph.tasks if task.type == "TERMINATE")
+        previous = {}
+        for tasks in schedule.lists:
+            previous |= dict(zip(tasks[1:], tasks, strict=False))
+        ordered, left = {end}, [end]
+        while left:
+            task = left.pop()
+            found = {p for event in graph.waits[task] for p in graph.events[event].producers if p not in free}
+            found |= {previous[task]} if task in previous else set()
+            left += found - ordered
+            ordered |= found
+        return ordered
+
+    def _waits(self) -> bool:
+        """Whether all that read what is not tagged wait for its writers; the last token is there before the token."""
+        known: dict[tuple[int, ...], set[int]] = {}
+        for task in self.graph.tasks:
+            if any(part.tensor in self.writers and part.tensor != "token" for part in task.reads):
+                events = self.graph.waits[task.index]
+                if events not in known:
+                    known[events] = {p for event in events for p in self.graph.events[event].producers}
+                if not self.before(task) <= known[events]:
+                    return False
+        return True
+
+
+def _overlap(one: Range, other: Range) -> bool:
+    return all(a[0] < b[1] and b[0] < a[1] for a, b in ((one.rows, other.rows), (one.cols, other.cols)))
 
 
 class _Flat:
@@ -370,6 +422,10 @@ class _Args:
         return (op.name == "KV_B_PROJ" and task.tile == 0) or (
             op.name == "ATTN_CHUNK" and self.knobs.mla == "absorbed" and task.rows[0] == 0
         )
+
+    def writes_cache(self, op: Op, task: Task) -> bool:
+        """Whether a task may write rows of a cache."""
+        return self.appends(op, task) or any(self.graph.tensors[part.tensor].kind == "cache" for part in task.writes)
 
     # -------------------------------------------------------------------------------------------------------- offsets
 

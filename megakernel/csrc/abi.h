@@ -35,7 +35,7 @@ enum class By : int32_t { all = 0, expert = 1, slot = 2 };
 enum class State : int32_t { idle = 0, waiting = 1, streaming = 2, routing = 3, queue = 4, done = 5 };
 
 constexpr int32_t ABI_VERSION = 4;
-constexpr int32_t APPENDS = 1, TAGGED = 2;
+constexpr int32_t APPENDS = 1, TAGGED = 2, BY_TAGS = 4;
 constexpr int PARTIAL_STATS = 4;
 constexpr int ALONE_CHUNKS = 64;
 constexpr int TIMELINE_WORDS = 4;
@@ -54,7 +54,7 @@ struct Task {
   int32_t trigger_first;  // the events that it counts up, in `triggers`
   int32_t trigger_count;
   int32_t route_event;  // for a routed expert, the event after which the routing can be read; else -1
-  int32_t flags;  // bit 0: appends this position's row of the cache; bit 1: all that it writes is tagged
+  int32_t flags;  // bits: APPENDS this position's row of the cache; what it writes is TAGGED; it goes BY_TAGS of what it reads
 };
 
 struct Args {

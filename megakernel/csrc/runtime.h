@@ -3,7 +3,9 @@
 // weights of a routed expert wait, for the router. The consumers wait for each task's events, run it, and count up.
 //
 // What a task writes is visible to the tasks that wait for it: its threads meet, one of them counts up with release
-// order, the one that waits reads the counter with acquire order, and its threads meet again.
+// order, the one that waits reads the counter with acquire order, and its threads meet again. With lists, that is for
+// few tasks: a fence waits for all that the block has on its way, and that are the weights of the tasks to come. What
+// the others write is tagged (tagged.h): they count up in no order, and who reads nothing else need not wait for events.
 #pragma once
 
 #include "ops/argmax_partial.h"
@@ -321,13 +323,51 @@ MK_CALL void put_ready(int event, int iteration) {
   }
 }
 
-// All consumers meet here and get the same answer, though `dead` may change at any time. Two places in turn use a flag
-// each: one is written again only when everybody has left the other, and so has read it.
+// All consumers meet here and get the same answer, though `dead` may change at any time. Places that take turns have a flag
+// each: one is written again only when everybody has come to the other, and so has read it.
 MK_DEVICE bool given_up(int place) {
   Shared& sh = shared();
   if (thread() == 0) sh.stop[place] = sh.dead;
   consumer_sync();
   return sh.stop[place];
+}
+
+// Whether nothing waits for a task before all that reads what it writes has seen that this is there.
+MK_DEVICE bool loose(const Task& task) {
+  const Params& p = shared().params;
+  return (task.flags & TAGGED) && !p.dynamic && !p.timeline;
+}
+
+// By one thread: until a task may begin.
+MK_DEVICE void await(const Task& task, int slot, int iteration) {
+  Shared& sh = shared();
+  const Params& p = sh.params;
+  // rows of the cache that are read where they are: a launch before has written them, or an iteration before this one
+  if ((Code)task.code == Code::attn_chunk && iteration > 0 && !sh.streams[slot][0].count &&
+      !event_wait(p.launch_event, threshold_of(p, p.launch_event, iteration), dump_of(p)))
+    return;
+  if ((task.flags & BY_TAGS) && !p.timeline) return;
+  MK_UNROLL(1)
+  for (int i = 0; i < task.wait_count; ++i) {
+    int event = i < HELD ? sh.waits[slot][i] : ((const int32_t*)p.waits)[task.wait_first + i];
+    uint32_t threshold = i < HELD ? (uint32_t)sh.thresholds[slot][i] : threshold_of(p, event, iteration);
+    if (!event_wait(event, threshold, dump_of(p))) return;
+  }
+}
+
+// Of a task that has waited for tags in vain: the first of its events that has not fired.
+MK_DEVICE void note_event(const Task& task, int iteration, Dump* dump) {
+  const Params& p = shared().params;
+  MK_UNROLL(1)
+  for (int i = 0; i < task.wait_count; ++i) {
+    const int event = ((const int32_t*)p.waits)[task.wait_first + i];
+    const uint32_t threshold = threshold_of(p, event, iteration), value = load_relaxed((const uint32_t*)p.counters + event);
+    if ((int32_t)(value - threshold) >= 0) continue;
+    dump->event = event;
+    dump->value = value;
+    dump->threshold = threshold;
+    return;
+  }
 }
 
 MK_DEVICE void consume(const Params& p) {
@@ -350,14 +390,13 @@ MK_DEVICE void consume(const Params& p) {
         line[0] = block();
         line[1] = nanoseconds();
       }
-      MK_UNROLL(1)
-      for (int i = 0; number >= 0 && i < task.wait_count; ++i) {
-        int event = i < HELD ? sh.waits[slot][i] : ((const int32_t*)p.waits)[task.wait_first + i];
-        uint32_t threshold = i < HELD ? (uint32_t)sh.thresholds[slot][i] : threshold_of(p, event, c.iteration);
-        if (!event_wait(event, threshold, dump_of(p))) break;
-      }
+      if (number >= 0) await(task, (int)slot, c.iteration);
     }
-    if (given_up(0)) break;
+    if (given_up((int)(n & 1))) break;
+    if (thread() == 0) {  // everybody is done with the task before, and nobody looks at its record any more
+      if (n) gate_arrive(&sh.finished[(n - 1) % AHEAD]);
+      sh.running = (int32_t)slot;
+    }
     number = sh.number[slot];
     c.iteration = sh.iteration[slot];
     if (number < 0) {
@@ -368,7 +407,7 @@ MK_DEVICE void consume(const Params& p) {
     state = State::streaming;
     c.slot = (int)slot;
     execute(c);
-    if (given_up(1)) break;
+    if (!loose(task)) consumer_sync();
     if (line) line[3] = nanoseconds();
     if (thread() == 0) {
       sh.fired_count = 0;
@@ -388,10 +427,15 @@ MK_DEVICE void consume(const Params& p) {
       }
       consumer_sync();
     }
-    if (thread() == 0) gate_arrive(&sh.finished[slot]);
   }
   if (thread() == 0) {
     Dump* dump = dump_of(p);
+    if (state != State::done && dump->event < 0 && sh.stuck >= 0) {  // in the middle of a task
+      state = State::streaming;
+      number = sh.number[sh.stuck];
+      c.iteration = sh.iteration[sh.stuck];
+      note_event(sh.task[sh.stuck], c.iteration, dump);
+    }
     dump->state = (int32_t)state;
     dump->task = number;
     dump->iteration = c.iteration;
@@ -414,6 +458,7 @@ MK_DEVICE void work(const Params& p) {
     gates_ready();
     consumer_sync_init();
     sh.dead = 0;
+    sh.running = sh.stuck = -1;
     *dump_of(p) = Dump{(int32_t)State::idle, 0, -1, -1, 0, 0, (int32_t)State::idle, -1};
   }
   block_sync();

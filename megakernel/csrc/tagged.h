@@ -25,14 +25,14 @@ MK_DEVICE void post(Routing* to, int expert, float weight, uint32_t tag) {
 
 // Loads that found another tag. They give up with the launch; what is computed then does not count.
 MK_CALL uint32_t load_again(const uint32_t* from, uint32_t tag) {
-  Spin spin;
+  Spin spin(!producing());
   uint32_t word;
   while (((word = load_relaxed(from)) & 0xffffu) != tag)
     if (!spin.again()) break;
   return word;
 }
 MK_CALL uint64_t load_again(const uint64_t* from, uint32_t tag) {
-  Spin spin;
+  Spin spin(!producing());
   uint64_t word;
   while (((uint32_t)(word = load_relaxed(from)) & 0xffffu) != tag)
     if (!spin.again()) break;
@@ -60,6 +60,7 @@ MK_DEVICE Choice take(const Routing* from, uint32_t tag) {
   const uint64_t* place = (const uint64_t*)from;
   uint64_t word = load_relaxed(place);
   if (((uint32_t)word & 0xffffu) != tag) word = load_again(place, tag);
+  if (((uint32_t)word & 0xffffu) != tag) word = 0;  // the launch was given up, and this becomes an address
   return Choice{(int)((uint32_t)word >> 16), bits_to_float((uint32_t)(word >> 32))};
 }
 
@@ -73,7 +74,7 @@ MK_DEVICE Vec16 take_vector(const Tagged* from, uint32_t tag) {
   const Vec16* place = (const Vec16*)from;
   Vec16 first = load_relaxed(place), second = load_relaxed(place + 1);
   if (missing(first, tag) | missing(second, tag)) {
-    Spin spin;
+    Spin spin(!producing());
     while (spin.again()) {
       first = load_relaxed(place), second = load_relaxed(place + 1);
       if (!(missing(first, tag) | missing(second, tag))) break;

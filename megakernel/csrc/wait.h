@@ -9,13 +9,16 @@ namespace mk {
 struct Spin {
   int64_t left;
 
-  MK_DEVICE Spin() : left(shared().params.spin_budget) {}
+  bool in_task;  // a consumer's, in the middle of a task
+
+  MK_DEVICE explicit Spin(bool in_task = false) : left(shared().params.spin_budget), in_task(in_task) {}
 
   // After an unsuccessful poll: whether to go on. All workers read the flag, so each looks at it only now and then.
   MK_DEVICE bool again() {
     uint32_t* abort = (uint32_t*)shared().params.abort;
     if (left-- <= 0) store_relaxed(abort, 1);
     if (left < 0 || ((left & 255) == 0 && load_relaxed(abort))) {
+      if (in_task) shared().stuck = shared().running;
       shared().dead = 1;
       return false;
     }

@@ -19,7 +19,7 @@ from megakernel.knobs import PRESETS, Knobs
 from megakernel.launch import Deadlock
 from megakernel.memory import Memory
 from megakernel.schedule import dynamic, static
-from megakernel.table import pack
+from megakernel.table import pack, tagged
 
 SHAPES = {
     "rows in pieces": dict(consumer_waves=4, teams=2, stages=4, stage_bytes=128),
@@ -118,7 +118,8 @@ def routed(table, weights, **launch):
     """The bits of what the routers of a launch left: ids, weights and logits of each layer."""
     _, memory = launched(table, weights, **launch)
     layers = [layer for layer in range(TINY.num_hidden_layers) if TINY.is_moe(layer)]
-    return [[part.view(torch.int32).tolist() for part in memory.routing(layer)] for layer in layers]
+    found = [memory.routing(layer) for layer in layers]
+    return [[each.ids.tolist(), *(part.contiguous().view(torch.int32).tolist() for part in each[1:])] for each in found]
 
 
 def gated(weights, change):
@@ -161,7 +162,7 @@ def test_the_number_of_rows_of_a_task_changes_no_bit():
         memory = Memory.of(table, drawn)
         shape = build.configure(table, consumer_waves=4, teams=2, stages=4, stage_bytes=2048)
         native.run(table, memory, shape, iterations=1, position=0, forced=[5])
-        logits.append(memory.routing(1).logits.view(torch.int32))
+        logits.append(memory.routing(1).logits.contiguous().view(torch.int32))
     assert all(torch.equal(each, logits[0]) for each in logits)
 
 
@@ -275,13 +276,47 @@ def without_wait(table, name):
     return dataclasses.replace(table, tasks=tasks)
 
 
-@pytest.mark.parametrize("name", ["ATTN_CHUNK", "O_PROJ_RESIDUAL", "MOE_TOPK", "MOE_COMBINE_RESIDUAL"])
+@pytest.mark.parametrize("name", ["ATTN_CHUNK", "O_PROJ_RESIDUAL", "REDUCE_RESIDUAL", "ARGMAX_PARTIAL"])
 def test_random_interleavings_show_a_missing_wait(name, weights):
+    """For what is not tagged: rows of the cache, chunks of attention, shares of a sum, logits."""
     # with fewer workers, most of what a task waits for is before it in its own list
     table = table_of(Knobs(**SMALL, router_rows=3), workers=17)
     expected = launched(table, weights)
     faulty = without_wait(table, name)
     assert not all(same(launched(faulty, weights, order_seed=seed), expected) for seed in range(5))
+
+
+@pytest.mark.parametrize("queue", [False, True], ids=["lists", "queue"])
+@pytest.mark.parametrize("name", ["Q_PROJ", "MOE_TOPK", "EXPERT_W2", "MOE_COMBINE_RESIDUAL", "LM_HEAD"])
+def test_what_is_tagged_is_right_without_a_wait(name, queue, weights):
+    """Stores arrive late and in any order here; who reads looks at the tags."""
+    table = table_of(Knobs(**SMALL, router_rows=3, experts="slots"), queue, workers=17)
+    faulty, expected = without_wait(table, name), launched(table, weights)
+    if queue:  # a queue takes events for what makes a task ready
+        faulty = dataclasses.replace(table, tasks=table.tasks.copy())
+        faulty.tasks["flags"] |= abi.TAGGED
+    assert all(same(launched(faulty, weights, order_seed=seed), expected) for seed in range(3))
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_what_is_not_tagged_is_ordered(changes):
+    table = table_of(Knobs(**SMALL | changes))
+    tensors, tasks, events = table.graph.tensors, table.graph.tasks, table.graph.events
+    plain = {name: {task.index for task in tasks for part in task.writes if part.tensor == name} for name in tensors}
+    plain = {name: writers for name, writers in plain.items() if writers and not tagged(tensors[name])}
+    loose = [task for task in tasks if table.tasks["flags"][task.index] & abi.TAGGED]
+    for task in loose:
+        assert not any(part.tensor in plain for part in task.writes)
+    for task in tasks:
+        reads = {part.tensor for part in task.reads if part.tensor in plain}
+        writers = {writer for name in reads for writer in plain[name] if tasks[writer].op != task.op}
+        if reads and loose and reads != {"token"}:
+            waited = {producer for event in table.graph.waits[task.index] for producer in events[event].producers}
+            assert waited & writers or not writers
+        if table.tasks["flags"][task.index] & abi.BY_TAGS:
+            assert not writers
+    # with one task after the other, those that read do not wait for those that wrote
+    assert bool(loose) == (changes.get("dependencies") != "chain")
 
 
 def test_an_infinite_value_stays_infinite_in_a_merge():

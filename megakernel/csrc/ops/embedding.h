@@ -13,7 +13,10 @@ MK_CALL void embedding(int slot, int iteration) {
   const bf16* row = (const bf16*)(p.weights + args.weight) + (int64_t)token * args.cols;
   Tagged* out = (Tagged*)(p.work + args.out);
   MK_UNROLL(1)
-  for (int i = thread(); i < args.cols; i += CONSUMERS) post(out + i, row[i], tag_of(iteration));
+  for (int i = 8 * thread(); i < args.cols; i += 8 * CONSUMERS) {
+    const Vec16 values = load_vector(row + i);
+    for (int j = 0; j < 8; ++j) post(out + i + j, (bf16)(values.word[j / 2] >> 16 * (j % 2)), tag_of(iteration));
+  }
 }
 
 }  // namespace mk
