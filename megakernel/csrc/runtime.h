@@ -355,7 +355,7 @@ MK_DEVICE void await(const Task& task, int slot, int iteration) {
   }
 }
 
-// Of a task that has waited for tags in vain: the first of its events that has not fired.
+// Of a task that has waited in vain, in the middle of it: the first of its events that has not fired.
 MK_DEVICE void note_event(const Task& task, int iteration, Dump* dump) {
   const Params& p = shared().params;
   MK_UNROLL(1)

@@ -27,16 +27,16 @@ struct Spin {
   }
 };
 
-MK_CALL bool gate_wait_long(Gate* gate, uint32_t phase) {
-  Spin spin;
+MK_CALL bool gate_wait_long(Gate* gate, uint32_t phase, bool in_task) {
+  Spin spin(in_task);
   while (!gate_try_wait(gate, (int)(phase & 1u)))
     if (!spin.again()) return false;
   return true;
 }
 
 // False if the launch was given up.
-MK_DEVICE bool gate_wait(Gate* gate, uint32_t phase) {
-  return gate_try_wait(gate, (int)(phase & 1u)) || gate_wait_long(gate, phase);
+MK_DEVICE bool gate_wait(Gate* gate, uint32_t phase, bool in_task = false) {
+  return gate_try_wait(gate, (int)(phase & 1u)) || gate_wait_long(gate, phase, in_task);
 }
 
 MK_DEVICE uint32_t threshold_of(const Params& p, int event, int iteration) {

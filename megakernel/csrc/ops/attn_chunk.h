@@ -249,7 +249,7 @@ MK_CALL uint32_t attn_chunk(int slot, int iteration, uint32_t streamed) {
     if (!a.absorbed) a.turned[i] = (int64_t)((const bf16*)(p.cache + args.rope_cache) + position * p.rope);
   }
   MK_UNROLL(1)
-  for (int i = lane(); i < pieces; i += WAVE) gate_wait(&sh.full[(streamed + i) % STAGES], (streamed + i) / STAGES);
+  for (int i = lane(); i < pieces; i += WAVE) gate_wait(&sh.full[(streamed + i) % STAGES], (streamed + i) / STAGES, true);
   consumer_sync();
 
   float* out = (float*)(p.work + args.out + task.at * args.out_bytes);
