@@ -52,11 +52,16 @@ class BuildConfig:
     """fp32 words for the scores of attention, the factors of a merge and the router's probabilities."""
     wave: int = 32
     """Threads of a wave; a GPU has its own."""
+    every_thread: int = 0
+    """1: every thread arrives at the gates of tasks and waits there for itself, instead of one for its wave. That is
+    slower, but compute-sanitizer's racecheck knows of no other order."""
 
     def __post_init__(self):
         """Raises ValueError for a shape that the device code can't have; the message names the field."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.name == "every_thread" and value in (0, 1):
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field.name} must be a positive integer, not {value!r}")
         each, left = divmod(self.consumer_waves, self.teams)
@@ -86,7 +91,7 @@ class BuildConfig:
 SHAPES = {
     # small stages, so that the tiny model has rows of several pieces and pieces of several rows
     "host": dict(consumer_waves=2, teams=2, stages=4, in_flight=3, stage_bytes=1024),
-    # 192 KB of ring, which ran ahead furthest in measurements of streaming; a wave for each piece, six rows of 4 KB
+    # 192 KB of ring, which ran ahead furthest in measurements of streaming; a wave for each piece, three rows of 4 KB
     "sm_90a": dict(consumer_waves=8, teams=8, stages=16, in_flight=4, stage_bytes=12 * 1024),
     "gfx942": dict(consumer_waves=4, teams=2, stages=4, in_flight=4, stage_bytes=8 * 1024, wave=64),
 }

@@ -140,7 +140,7 @@ MK_DEVICE void product(Consumer& c, const Task& task, const Args& args, const St
       if (base < piece.rows) multiply<2, true>(share, s, task, args, piece, weights, base);
     }
     wave_sync();
-    if (lane() == 0) gate_arrive(&sh.empty[stage]);
+    if (EVERY_THREAD || lane() == 0) gate_arrive(&sh.empty[stage]);
   }
   c.pieces += s.count;
   consumer_sync();

@@ -218,7 +218,7 @@ MK_DEVICE void produce(const Params& p) {
       sh.streams[slot][1] = second;
     }
     wave_sync();
-    if (lane() == 0) gate_arrive(&sh.announced[slot]);
+    if (EVERY_THREAD || lane() == 0) gate_arrive(&sh.announced[slot]);
     if (next.task < 0) {
       state = State::done;
       break;
@@ -355,8 +355,8 @@ MK_DEVICE void await(const Task& task, int slot, int iteration) {
   }
 }
 
-// Of a task that has waited in vain, in the middle of it: the first of its events that has not fired.
-MK_DEVICE void note_event(const Task& task, int iteration, Dump* dump) {
+// Of a task that has waited in vain, in the middle of it: notes the first of its events that has not fired, if there is one.
+MK_DEVICE bool note_event(const Task& task, int iteration, Dump* dump) {
   const Params& p = shared().params;
   MK_UNROLL(1)
   for (int i = 0; i < task.wait_count; ++i) {
@@ -366,8 +366,9 @@ MK_DEVICE void note_event(const Task& task, int iteration, Dump* dump) {
     dump->event = event;
     dump->value = value;
     dump->threshold = threshold;
-    return;
+    return true;
   }
+  return false;
 }
 
 MK_DEVICE void consume(const Params& p) {
@@ -380,6 +381,7 @@ MK_DEVICE void consume(const Params& p) {
     const Task& task = sh.task[slot];
     int64_t* line = nullptr;
     state = State::queue;
+    if (EVERY_THREAD && thread()) gate_wait(&sh.announced[slot], n / AHEAD);
     // the others wait for this thread, and see what it has seen
     if (thread() == 0 && gate_wait(&sh.announced[slot], n / AHEAD)) {
       number = sh.number[slot];
@@ -393,10 +395,9 @@ MK_DEVICE void consume(const Params& p) {
       if (number >= 0) await(task, (int)slot, c.iteration);
     }
     if (given_up((int)(n & 1))) break;
-    if (thread() == 0) {  // everybody is done with the task before, and nobody looks at its record any more
-      if (n) gate_arrive(&sh.finished[(n - 1) % AHEAD]);
-      sh.running = (int32_t)slot;
-    }
+    // everybody is done with the task before, and nobody looks at its record any more
+    if (n && (EVERY_THREAD || thread() == 0)) gate_arrive(&sh.finished[(n - 1) % AHEAD]);
+    if (thread() == 0) sh.running = (int32_t)slot;
     number = sh.number[slot];
     c.iteration = sh.iteration[slot];
     if (number < 0) {
@@ -431,10 +432,9 @@ MK_DEVICE void consume(const Params& p) {
   if (thread() == 0) {
     Dump* dump = dump_of(p);
     if (state != State::done && dump->event < 0 && sh.stuck >= 0) {  // in the middle of a task
-      state = State::streaming;
       number = sh.number[sh.stuck];
       c.iteration = sh.iteration[sh.stuck];
-      note_event(sh.task[sh.stuck], c.iteration, dump);
+      state = note_event(sh.task[sh.stuck], c.iteration, dump) ? State::waiting : State::streaming;
     }
     dump->state = (int32_t)state;
     dump->task = number;
@@ -448,12 +448,12 @@ MK_DEVICE void work(const Params& p) {
     sh.params = p;
     for (int i = 0; i < STAGES; ++i) {
       gate_init(&sh.full[i], 1);
-      gate_init(&sh.empty[i], TEAM_WAVES);
+      gate_init(&sh.empty[i], EVERY_THREAD ? TEAM_WAVES * WAVE : TEAM_WAVES);
     }
     for (int i = 0; i < AHEAD; ++i) {
-      gate_init(&sh.announced[i], 1);
+      gate_init(&sh.announced[i], EVERY_THREAD ? WAVE : 1);
       gate_init(&sh.started[i], 1);
-      gate_init(&sh.finished[i], 1);
+      gate_init(&sh.finished[i], EVERY_THREAD ? CONSUMERS : 1);
     }
     gates_ready();
     consumer_sync_init();

@@ -48,7 +48,7 @@ MK_DEVICE Dump* dump_of(const Params& p) { return (Dump*)p.dump + block(); }
 // All of a wave wait, and all get the same answer.
 MK_DEVICE bool wave_gate_wait(Gate* gate, uint32_t phase) {
   int alive = 1;
-  if (lane() == 0) alive = gate_wait(gate, phase);
+  if (EVERY_THREAD || lane() == 0) alive = gate_wait(gate, phase);
   alive = shuffle_first(alive);
   wave_sync();  // what lane 0 has acquired is there for all lanes
   return alive;

@@ -1,6 +1,6 @@
 """Small decodes through every path of the device code, for compute-sanitizer: `test_gpu.py` runs this file.
 
-compute-sanitizer --tool racecheck python tests/megakernel/sanitizer_calls_megakernel.py static
+compute-sanitizer --tool racecheck python tests/megakernel/sanitizer_calls_megakernel.py static 1
 """
 
 from __future__ import annotations
@@ -62,15 +62,16 @@ def tables(schedule: str) -> list[Table]:
     return [pack(one, static(one, WORKERS)) if schedule == "static" else pack(one) for one in graphs]
 
 
-def main(schedule: str, device: torch.device | str = "cuda", count: int | None = None) -> int:
+def main(schedule: str, device: torch.device | str = "cuda", count: int | None = None, every_thread: int = 0) -> int:
     """Decodes two or three tokens by each table, greedy and sampled, and returns how many launches that were.
 
     Args:
         count: how many of the tables; None is all.
+        every_thread: as for `build.BuildConfig`.
     """
     made = tables(schedule)
     where = "host" if torch.device(device).type == "cpu" else target()
-    config = shared_build([*made, *tables("static")], where)
+    config = shared_build([*made, *tables("static")], where, every_thread=every_thread)
     weights = weights_of.random(TINY, 3)  # on the CPU, as the prefill: the sanitizer has enough to watch
     _, cache = reference.prefill(weights, TINY, PROMPT)
     launches, seen = 0, set()
@@ -90,4 +91,4 @@ def main(schedule: str, device: torch.device | str = "cuda", count: int | None =
 
 
 if __name__ == "__main__":
-    print(f"{main(sys.argv[1])} launches decoded valid tokens")
+    print(f"{main(sys.argv[1], every_thread=int(sys.argv[2]))} launches decoded valid tokens")

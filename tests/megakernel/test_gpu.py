@@ -281,8 +281,9 @@ def test_launches_from_another_thread_and_on_another_stream(on_device):
 @gpu
 @pytest.mark.parametrize("queue", [False, True], ids=["lists", "queue"])
 @pytest.mark.parametrize("workers", [4, None], ids=["4 workers", "all"])
-def test_a_deadlock_ends_with_the_state_of_every_worker(queue, workers, on_device):
-    table = table_of(Knobs(**SMALL), queue, workers)
+@pytest.mark.parametrize("experts", ["slots", "superset"])
+def test_a_deadlock_ends_with_the_state_of_every_worker(experts, queue, workers, on_device):
+    table = table_of(Knobs(**SMALL, experts=experts), queue, workers)
     event = next(event for event in table.graph.events if event.name == "1.MOE_GATE_TOPK")
     thresholds = table.thresholds.copy()
     thresholds[event.index] += 1
@@ -292,9 +293,11 @@ def test_a_deadlock_ends_with_the_state_of_every_worker(queue, workers, on_devic
         broken.run(spin_budget=100_000, **settings)
     states = caught.value.workers
     assert len(states) == table.workers
-    assert all(worker.state in ("queue", "waiting", "done") for worker in states)
+    assert all(worker.state in ("queue", "waiting", "streaming", "done") for worker in states)
     if queue:
         assert any(worker.state == "queue" for worker in states)
+    elif experts == "superset":  # whether an expert is chosen is the producer's to know
+        assert any(worker.producer_state == "routing" for worker in states)
     else:
         waiting = [worker for worker in states if worker.event == event.index]
         assert waiting
@@ -384,8 +387,19 @@ def test_clean(tool, schedule):
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer, part of NVIDIA's CUDA toolkit")
     # the build is made before, so that no compiler runs under the sanitizer
-    sanitizer_calls_megakernel.main(schedule, DEVICE, 1)
-    command = [sanitizer, "--tool", tool, "--print-level", "info", sys.executable, str(CALLS), schedule]
+    every_thread = int(tool == "racecheck")
+    sanitizer_calls_megakernel.main(schedule, DEVICE, 1, every_thread)
+    command = [
+        sanitizer,
+        "--tool",
+        tool,
+        "--print-level",
+        "info",
+        sys.executable,
+        str(CALLS),
+        schedule,
+        str(every_thread),
+    ]
     # each tensor an allocation of its own: inside PyTorch's pool an access past the end would go unseen
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(CALLS.parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)

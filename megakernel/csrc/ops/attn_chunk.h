@@ -249,7 +249,8 @@ MK_CALL uint32_t attn_chunk(int slot, int iteration, uint32_t streamed) {
     if (!a.absorbed) a.turned[i] = (int64_t)((const bf16*)(p.cache + args.rope_cache) + position * p.rope);
   }
   MK_UNROLL(1)
-  for (int i = lane(); i < pieces; i += WAVE) gate_wait(&sh.full[(streamed + i) % STAGES], (streamed + i) / STAGES, true);
+  for (int i = EVERY_THREAD ? 0 : lane(); i < pieces; i += EVERY_THREAD ? 1 : WAVE)
+    gate_wait(&sh.full[(streamed + i) % STAGES], (streamed + i) / STAGES, true);
   consumer_sync();
 
   float* out = (float*)(p.work + args.out + task.at * args.out_bytes);
@@ -262,7 +263,7 @@ MK_CALL uint32_t attn_chunk(int slot, int iteration, uint32_t streamed) {
   MK_UNROLL(1)
   for (int i = 0; i < pieces; ++i) {
     uint32_t piece = streamed + i;
-    if (piece % TEAMS == (uint32_t)(wave() / TEAM_WAVES) && lane() == 0) gate_arrive(&sh.empty[piece % STAGES]);
+    if (piece % TEAMS == (uint32_t)(wave() / TEAM_WAVES) && (EVERY_THREAD || lane() == 0)) gate_arrive(&sh.empty[piece % STAGES]);
   }
   return (uint32_t)pieces;
 }
