@@ -24,6 +24,13 @@ def test_what_is_left_out_is_sampled():
     assert checked(position=6).position == 6  # up to the last one
 
 
+def test_a_launch_has_as_many_tokens_as_there_are_tags():
+    settings = dict(position=0, forced=[5], temperature=0.0, seed=0, noise_position=0, has_token=False)
+    assert Launch.of(TINY, 70_000, iterations=65_534, **settings).iterations == 65_534
+    with pytest.raises(ValueError, match="iterations: expected at most 65534 in one launch, got 65535"):
+        Launch.of(TINY, 70_000, iterations=65_535, **settings)
+
+
 def test_temperature_is_what_fp32_holds():
     assert checked(temperature=0.1).temperature == torch.tensor(0.1).item()
     assert checked(temperature=1e-60).temperature == 0.0

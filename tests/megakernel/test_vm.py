@@ -301,7 +301,8 @@ def test_slots_compute_what_experts_compute(changes, weights, prompt):
         states = [runner.memory.tensor(f"layers.{layer}.mlp_residual") for layer in range(3)]
         found.append((result.tokens, result.logits, runner.memory.cache, *states))
     for one, other in zip(*found, strict=True):
-        assert one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        bits = [part.contiguous().view(torch.uint8) for part in (one, other)]
+        assert one.shape == other.shape and torch.equal(*bits)
 
 
 @pytest.mark.parametrize("preset", SLOT_PRESETS)
