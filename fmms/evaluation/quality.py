@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from fmms import controls, sampling, text
+from fmms import controls, sampling
 from fmms.evaluation import gsm8k, statistics
 from fmms.evaluation.gsm8k import Record
 from fmms.evaluation.tasks import Task
@@ -24,6 +24,7 @@ RANGE = (20.0, 80.0)
 """Percent of right answers within which a difference between samplers could show."""
 
 REPLICATES = 999  # of an exact sampler, simulated beside each total variation distance
+TOKENS_AT_ONCE = 1024  # whose logits are in memory while continuations are scored
 
 PASSAGE = (
     "The harbour lay quiet in the early morning. Two fishing boats had come in before sunrise, and their crews were "
@@ -89,13 +90,13 @@ def perplexity(
     place = {problem.doc_id: index for index, problem in enumerate(task.problems)}
     for setting, records in answers.items():
         for system in SAMPLERS:
-            losses, lengths = [], []
-            for record in records:
-                if record.variant != system or place[record.doc_id] >= scored or not record.extra["ids"]:
-                    continue
-                losses.append(_loss(model, tokenizer, task, prompts[place[record.doc_id]], record.extra["ids"]))
-                lengths.append(len(record.extra["ids"]))
-            loss, length = np.array(losses), np.array(lengths, dtype=float)
+            own = [
+                (prompts[place[record.doc_id]], record.extra["ids"])
+                for record in records
+                if record.variant == system and place[record.doc_id] < scored and record.extra["ids"]
+            ]
+            loss = np.array(_losses(model, tokenizer, task, own))
+            length = np.array([len(ids) for _, ids in own], dtype=float)
             ratio = loss.sum() / length.sum()
             found = statistics.trial_interval(ratio + (loss - ratio * length) / length.mean(), seed=seed)
             row = {"setting": setting, "system": system, "perplexity": math.exp(ratio), "low": math.exp(found.low)}
@@ -222,13 +223,30 @@ def require(accuracies: Sequence[Mapping], pairs: Sequence[Mapping], distances: 
     )
 
 
-def _loss(model, tokenizer, task: Task, prompt: str, ids: list[int]) -> float:
-    """Negative log-probability of a continuation, in nats."""
-    encoded = tokenizer([prompt], return_tensors="pt", add_special_tokens=not task.chat).to(model.device)
-    one = torch.ones(1, device=model.device)
-    batch = text.Batch(encoded.input_ids, encoded.attention_mask, one, one.long())
-    new = torch.tensor([ids], device=model.device)
-    return -float(text.hugging_face_logprobs(model, batch, new)[1].double().sum())
+@torch.no_grad()
+def _losses(model, tokenizer, task: Task, texts: Sequence[tuple[str, list[int]]]) -> list[float]:
+    """Negative log-probability of each continuation (ids) of a prompt, in nats.
+
+    Texts of the same lengths go through the model together, so that none is padded.
+    """
+    alike: dict[tuple[int, int], list[int]] = {}
+    encoded = [
+        tokenizer([prompt], return_tensors="pt", add_special_tokens=not task.chat).input_ids[0].tolist()
+        for prompt, _ in texts
+    ]
+    for number, (start, (_, ids)) in enumerate(zip(encoded, texts, strict=True)):
+        alike.setdefault((len(start), len(ids)), []).append(number)
+    losses = [0.0] * len(texts)
+    for (_, length), numbers in alike.items():
+        step = max(1, TOKENS_AT_ONCE // (length + 1))
+        for first in range(0, len(numbers), step):
+            some = numbers[first : first + step]
+            ids = torch.tensor([encoded[number] + texts[number][1] for number in some], device=model.device)
+            logits = model(ids, logits_to_keep=length + 1).logits[:, :-1].float()
+            scores = logits.log_softmax(-1).gather(-1, ids[:, -length:, None])[..., 0]
+            for number, loss in zip(some, (-scores.double().sum(-1)).tolist(), strict=True):
+                losses[number] = loss
+    return losses
 
 
 def _reference(logits: torch.Tensor, choice: Mapping) -> np.ndarray:

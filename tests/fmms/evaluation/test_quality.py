@@ -146,7 +146,9 @@ def test_distances_of_exact_samplers_lie_where_exact_draws_do(model):
         quality.total_variation(model, Tokenizer(), choices, contexts=10_000, draws=10)
 
 
-def test_perplexity_is_that_of_the_models_own_logits(model):
+@pytest.mark.parametrize("at_once", [1, 5, 1024])
+def test_perplexity_is_that_of_the_models_own_logits(at_once, model, monkeypatch):
+    monkeypatch.setattr(quality, "TOKENS_AT_ONCE", at_once)
     task = tasks.load("products", 4, seed=2)
     ids = [[5, 9, 2], [7, 2], [11, 4, 6], [8]]
     records = [
