@@ -52,15 +52,17 @@ class BuildConfig:
     """fp32 words for the scores of attention, the factors of a merge and the router's probabilities."""
     wave: int = 32
     """Threads of a wave; a GPU has its own."""
-    every_thread: int = 0
-    """1: every thread arrives at the gates of tasks and waits there for itself, instead of one for its wave. That is
+    every_thread: bool = False
+    """Every thread arrives at the gates of tasks and waits there for itself, instead of one for its wave. That is
     slower, but compute-sanitizer's racecheck knows of no other order."""
 
     def __post_init__(self):
         """Raises ValueError for a shape that the device code can't have; the message names the field."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "every_thread" and value in (0, 1):
+            if isinstance(field.default, bool):
+                if not isinstance(value, bool):
+                    raise ValueError(f"{field.name} must be True or False, not {value!r}")
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field.name} must be a positive integer, not {value!r}")
@@ -82,7 +84,7 @@ class BuildConfig:
         """The text of build_config.h."""
         names = dict(consumer_waves="CONSUMER_WAVES", wave="HOST_WAVE")
         lines = [
-            f"constexpr int {names.get(field.name, field.name.upper())} = {getattr(self, field.name)};"
+            f"constexpr int {names.get(field.name, field.name.upper())} = {int(getattr(self, field.name))};"
             for field in dataclasses.fields(self)
         ]
         return "#pragma once\n\nnamespace mk {\n\n" + "\n".join(lines) + "\n\n}  // namespace mk\n"

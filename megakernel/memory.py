@@ -14,7 +14,8 @@ import torch
 
 from megakernel import abi
 from megakernel.reference import Cache, rotary_table
-from megakernel.table import Layout, Table, fill, short_name, tagged
+from megakernel.table import Layout, Table, fill
+from megakernel.tagged import short_name, tagged
 from megakernel.tasks import Graph
 
 POISON = 0xFF

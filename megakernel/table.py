@@ -17,7 +17,8 @@ import torch
 from megakernel import abi
 from megakernel.config import ModelConfig
 from megakernel.schedule import Schedule
-from megakernel.tasks import ITEM_BYTES, ROUTERS, Graph, Op, Range, Task, Tensor
+from megakernel.tagged import Order, short_name, tagged
+from megakernel.tasks import ITEM_BYTES, ROUTERS, Graph, Op, Task, Tensor
 from megakernel.weights import check as check_weights
 
 ALIGNMENT = 256
@@ -68,20 +69,6 @@ class Layout:
     weights_bytes: int
     cache_bytes: int
     work_bytes: int
-
-
-PLAIN = frozenset({"attn_partials", "mlp.partials", "logits", "argmax_partials", "token"})
-"""Activations that are not tagged: each of their readers waits for all that write what it reads."""
-
-
-def short_name(tensor: Tensor) -> str:
-    """The name of a tensor without its layer."""
-    return tensor.name.split(".", 2)[-1] if tensor.name.startswith("layers.") else tensor.name
-
-
-def tagged(tensor: Tensor) -> bool:
-    """Whether each value lies in a word with the number of its token, see `abi.TAGGED_BF16`."""
-    return tensor.kind == "activation" and short_name(tensor) not in PLAIN
 
 
 def bytes_of(config: ModelConfig, tensor: Tensor) -> int:
@@ -233,7 +220,7 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
     place = layout(graph)
     builder = _Args(graph, place)
     appending = [task.index for task in graph.tasks if task.op >= 0 and builder.writes_cache(graph.ops[task.op], task)]
-    order = None if schedule is None else _Order(graph, schedule, appending)
+    order = None if schedule is None else Order(graph, schedule, appending)
     tasks = np.zeros(len(graph.tasks), abi.dtype("Task"))
     tasks["route_event"] = -1
     waits, triggers = _Flat(), _Flat()
@@ -283,81 +270,6 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
         consumers,
         next(event.index for event in graph.events if event.from_host),
     )
-
-
-class _Order:
-    """Which tasks need no order with others, because what they write or read is tagged.
-
-    What is not tagged has to be ordered by the counters. A task that reads such a thing must wait itself for all that
-    write it: a way there over others would lead through tasks that count up in no order. Rows of a cache are read by
-    the tokens to come as well: who may write one must lead to the end of the token through tasks that do order, or that
-    come later in the list of its worker. Unless both hold, every task orders what it writes, and waits for events.
-    """
-
-    def __init__(self, graph: Graph, schedule: Schedule, appending: Iterable[int]):
-        """
-        Args:
-            appending: tasks that may write rows of a cache.
-        """
-        self.graph = graph
-        self.writers: dict[str, list[tuple[int, Range]]] = {}
-        """Of each tensor that is not tagged, the tasks that write it."""
-        for task in graph.tasks:
-            for part in task.writes:
-                if not tagged(graph.tensors[part.tensor]):
-                    self.writers.setdefault(part.tensor, []).append((task.index, part))
-        appending = set(appending)
-        free = {task.index for task in graph.tasks if task.writes} - appending
-        free -= {task for found in self.writers.values() for task, _ in found}
-        self.free = frozenset(free) if appending <= self._ordered(schedule, free) and self._waits() else frozenset()
-        """Tasks that need not order what they write."""
-
-    def before(self, task: Task) -> set[int]:
-        """The tasks that write what a task reads, if that is not tagged. Whatever row of a cache a token is at."""
-        found = set()
-        for part in task.reads:
-            cache = self.graph.tensors[part.tensor].kind == "cache"
-            for writer, own in self.writers.get(part.tensor, ()):
-                if self.graph.tasks[writer].op != task.op if cache else _overlap(part, own):
-                    found.add(writer)
-        return found
-
-    def by_tags(self, task: Task) -> bool:
-        """Whether a task need not wait for its events, because there is a tag on all that others write and it reads."""
-        read = any(self.graph.tensors[part.tensor].kind == "activation" for part in task.reads)
-        return bool(self.free) and read and not self.before(task)
-
-    def _ordered(self, schedule: Schedule, free: set[int]) -> set[int]:
-        """The tasks whose writes are visible to the end of the token."""
-        graph = self.graph
-        end = next(task.index for task in graph.tasks if task.type == "TERMINATE")
-        previous = {}
-        for tasks in schedule.lists:
-            previous |= dict(zip(tasks[1:], tasks, strict=False))
-        ordered, left = {end}, [end]
-        while left:
-            task = left.pop()
-            found = {p for event in graph.waits[task] for p in graph.events[event].producers if p not in free}
-            found |= {previous[task]} if task in previous else set()
-            left += found - ordered
-            ordered |= found
-        return ordered
-
-    def _waits(self) -> bool:
-        """Whether all that read what is not tagged wait for its writers; the last token is there before the token."""
-        known: dict[tuple[int, ...], set[int]] = {}
-        for task in self.graph.tasks:
-            if any(part.tensor in self.writers and part.tensor != "token" for part in task.reads):
-                events = self.graph.waits[task.index]
-                if events not in known:
-                    known[events] = {p for event in events for p in self.graph.events[event].producers}
-                if not self.before(task) <= known[events]:
-                    return False
-        return True
-
-
-def _overlap(one: Range, other: Range) -> bool:
-    return all(a[0] < b[1] and b[0] < a[1] for a, b in ((one.rows, other.rows), (one.cols, other.cols)))
 
 
 class _Flat:

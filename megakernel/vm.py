@@ -66,7 +66,7 @@ class Machine:
         # each arena as the types that are read from it; arenas are aligned for all of them
         self.weights, self.cache = memory.weights.view(torch.bfloat16), memory.cache.view(torch.bfloat16)
         self.halves, self.floats = memory.work.view(torch.bfloat16), memory.work.view(torch.float32)
-        self.ints, self.experts = memory.work.view(torch.int32), memory.work.view(torch.int16)
+        self.ints, self.shorts = memory.work.view(torch.int32), memory.work.view(torch.int16)
         self.launch: Launch | None = None
         self.tokens = self.trace = None
 
@@ -164,8 +164,7 @@ class Machine:
         """Whose matrix a task multiplies: 0 if there is one only, -1 if that expert was not chosen."""
         if task.by == ALL:
             return 0
-        start, k = args.routing // 4, self.config.num_experts_per_tok
-        chosen = self.experts[2 * start + 1 : 2 * (start + 2 * k) : 4].tolist()
+        chosen = self.routing(args)[0].tolist()
         if task.by == SLOT:
             return chosen[task.at]
         return task.at if task.at in chosen else -1
@@ -359,6 +358,11 @@ class Machine:
     def _moe_topk(self, task, args, step: int) -> None:
         self.choose(args)
 
+    def routing(self, args) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of a layer's routing, int16 [k], most likely first, and what each is multiplied by, fp32 [k]."""
+        start, k = args.routing // 4, self.config.num_experts_per_tok
+        return self.shorts[2 * start + 1 : 2 * (start + 2 * k) : 4], self.floats[start + 1 : start + 2 * k : 2]
+
     def router_logits(self, args) -> torch.Tensor:
         """fp32 [n_routed_experts], behind the records of a layer's routing."""
         records = self.config.num_experts_per_tok * abi.dtype("Routing").itemsize
@@ -370,18 +374,16 @@ class Machine:
         k = c.num_experts_per_tok
         # a stable sort, so that the lowest number comes first on a tie
         likely, order = self.router_logits(args).softmax(0).sort(descending=True, stable=True)
-        start = args.routing // 4
-        self.experts[2 * start + 1 : 2 * (start + 2 * k) : 4] = order[:k].short()
-        self.floats[start + 1 : start + 2 * k : 2] = likely[:k] * c.routed_scaling_factor
+        chosen, factors = self.routing(args)
+        chosen.copy_(order[:k])
+        factors.copy_(likely[:k] * c.routed_scaling_factor)
 
     def _moe_combine(self, task, args, step: int) -> None:
-        k, start = self.config.num_experts_per_tok, args.routing // 4
-        chosen = self.experts[2 * start + 1 : 2 * (start + 2 * k) : 4].tolist()
-        factors = self.floats[start + 1 : start + 2 * k : 2]
+        chosen, factors = self.routing(args)
         first, end = task.rows
         own = slice(first, end)
         routed = torch.zeros(end - first, dtype=torch.bfloat16, device=self.device)
-        for expert, slot in sorted(zip(chosen, range(k), strict=True)):
+        for expert, slot in sorted(zip(chosen.tolist(), range(len(chosen)), strict=True)):
             part = self.half(args.input + args.input_bytes * (slot if args.slots else expert), args.cols)[own]
             routed = routed + (part.float() * factors[slot]).to(torch.bfloat16)
         both = routed + self.half(args.shared, args.cols)[own]

@@ -127,7 +127,7 @@ MK_DEVICE void product(Consumer& c, const Task& task, const Args& args, const St
     const uint32_t count = c.pieces + number, stage = count % STAGES;
     const Piece piece = piece_of(s, number);
     // after a launch was given up nothing arrives, and nothing that is computed counts
-    gate_wait(&sh.full[stage], count / STAGES, true);
+    gate_wait(&sh.full[stage], count / STAGES);
     const bf16* weights = (const bf16*)sh.ring[stage];
     int base = share.first;
     if (s.heads > 1) {

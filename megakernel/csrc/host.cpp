@@ -23,7 +23,7 @@ namespace {
 
 constexpr size_t STACK_BYTES = 64 * 1024;
 constexpr int COPY_ODDS = 8;  // a copy that is on its way arrives at one in so many steps
-constexpr int STORES_AT_ONCE = 64;
+constexpr int STORES_AT_ONCE = 64;  // so many relaxed stores at most, likewise
 
 struct Block;
 

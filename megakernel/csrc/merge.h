@@ -2,7 +2,7 @@
 // it is relative to and the sum of its weights (Dao et al., "Flash-Decoding", 2023).
 #pragma once
 
-#include "tagged.h"
+#include "shared.h"
 
 namespace mk {
 
@@ -21,26 +21,25 @@ MK_CALL void merge(const float* partials, int chunks, int first, int end, int wi
   const int share = thread() & ((1 << bits) - 1);
   const int64_t step = pitch << bits;
   const int at_once = (chunks - share + (1 << bits) - 1) >> bits;  // chunks of this thread
-  // of one head every wave works out the factors for itself if the chunks are few, so that nobody waits
-  const bool alone = end - first == 1 && chunks <= ALONE_CHUNKS;
-  const int head_of_wave = first + (alone ? 0 : wave());
-  Vec16 parts[MERGED_AT_ONCE], own = {};
-  // what comes first is on its way before it is needed: the factors are worked out while the outputs come
-  if (lane() < chunks && head_of_wave < end) own = fresh((const Vec16*)(partials + head_of_wave * each + width + lane() * pitch));
+  Vec16 parts[MERGED_AT_ONCE];
+  // the first ones are on their way while the factors are worked out
   const int mine = thread() >> bits, head_of_mine = mine / quads;
   const float* from = partials + (first + head_of_mine) * each + (mine - head_of_mine * quads) * 4 + share * pitch;
   if (mine < items && at_once > 0)
     MK_UNROLL(8)
     for (int j = 0; j < MERGED_AT_ONCE; ++j) parts[j] = fresh((const Vec16*)(from + (j < at_once ? j * step : 0)));
 
-  float* factors = shared().scratch + (alone ? wave() * chunks : 0);  // [end - first][chunks]
+  // [end - first][chunks]; of one head every wave works them out for itself if they are few, so that nobody waits
+  const bool alone = end - first == 1 && chunks <= ALONE_CHUNKS;
+  float* factors = shared().scratch + (alone ? wave() * chunks : 0);
   MK_UNROLL(1)
-  for (int head = head_of_wave; head < end; head += CONSUMER_WAVES) {
+  for (int head = first + (alone ? 0 : wave()); head < end; head += CONSUMER_WAVES) {
     const float* stats = partials + head * each + width;
     float largest = -INFINITY, sum = 0;
+    Vec16 own = {};
     MK_UNROLL(1)
     for (int chunk = lane(); chunk < chunks; chunk += WAVE) {
-      if (head != head_of_wave || chunk >= WAVE) own = fresh((const Vec16*)(stats + chunk * pitch));
+      own = fresh((const Vec16*)(stats + chunk * pitch));
       largest = fmaxf(largest, bits_to_float(own.word[0]));
     }
     largest = wave_max(largest);

@@ -323,19 +323,13 @@ MK_CALL void put_ready(int event, int iteration) {
   }
 }
 
-// All consumers meet here and get the same answer, though `dead` may change at any time. Places that take turns have a flag
-// each: one is written again only when everybody has come to the other, and so has read it.
+// All consumers meet here and get the same answer, though `dead` may change at any time. Two places in turn use a flag
+// each: one is written again only when everybody has left the other, and so has read it.
 MK_DEVICE bool given_up(int place) {
   Shared& sh = shared();
   if (thread() == 0) sh.stop[place] = sh.dead;
   consumer_sync();
   return sh.stop[place];
-}
-
-// Whether nothing waits for a task before all that reads what it writes has seen that this is there.
-MK_DEVICE bool loose(const Task& task) {
-  const Params& p = shared().params;
-  return (task.flags & TAGGED) && !p.dynamic && !p.timeline;
 }
 
 // By one thread: until a task may begin.
@@ -355,7 +349,7 @@ MK_DEVICE void await(const Task& task, int slot, int iteration) {
   }
 }
 
-// Of a task that has waited in vain, in the middle of it: notes the first of its events that has not fired, if there is one.
+// Notes the first event of a task that has not fired, if there is one.
 MK_DEVICE bool note_event(const Task& task, int iteration, Dump* dump) {
   const Params& p = shared().params;
   MK_UNROLL(1)
@@ -363,9 +357,7 @@ MK_DEVICE bool note_event(const Task& task, int iteration, Dump* dump) {
     const int event = ((const int32_t*)p.waits)[task.wait_first + i];
     const uint32_t threshold = threshold_of(p, event, iteration), value = load_relaxed((const uint32_t*)p.counters + event);
     if ((int32_t)(value - threshold) >= 0) continue;
-    dump->event = event;
-    dump->value = value;
-    dump->threshold = threshold;
+    note(dump, event, value, threshold);
     return true;
   }
   return false;
@@ -394,10 +386,7 @@ MK_DEVICE void consume(const Params& p) {
       }
       if (number >= 0) await(task, (int)slot, c.iteration);
     }
-    if (given_up((int)(n & 1))) break;
-    // everybody is done with the task before, and nobody looks at its record any more
-    if (n && (EVERY_THREAD || thread() == 0)) gate_arrive(&sh.finished[(n - 1) % AHEAD]);
-    if (thread() == 0) sh.running = (int32_t)slot;
+    if (given_up(0)) break;
     number = sh.number[slot];
     c.iteration = sh.iteration[slot];
     if (number < 0) {
@@ -408,7 +397,7 @@ MK_DEVICE void consume(const Params& p) {
     state = State::streaming;
     c.slot = (int)slot;
     execute(c);
-    if (!loose(task)) consumer_sync();
+    if (given_up(1)) break;
     if (line) line[3] = nanoseconds();
     if (thread() == 0) {
       sh.fired_count = 0;
@@ -428,14 +417,12 @@ MK_DEVICE void consume(const Params& p) {
       }
       consumer_sync();
     }
+    if (EVERY_THREAD || thread() == 0) gate_arrive(&sh.finished[slot]);
   }
   if (thread() == 0) {
     Dump* dump = dump_of(p);
-    if (state != State::done && dump->event < 0 && sh.stuck >= 0) {  // in the middle of a task
-      number = sh.number[sh.stuck];
-      c.iteration = sh.iteration[sh.stuck];
-      state = note_event(sh.task[sh.stuck], c.iteration, dump) ? State::waiting : State::streaming;
-    }
+    // in the middle of a task: it may wait for the tags of what an event stands for
+    if (state == State::streaming && note_event(sh.task[c.slot], c.iteration, dump)) state = State::waiting;
     dump->state = (int32_t)state;
     dump->task = number;
     dump->iteration = c.iteration;
@@ -458,7 +445,6 @@ MK_DEVICE void work(const Params& p) {
     gates_ready();
     consumer_sync_init();
     sh.dead = 0;
-    sh.running = sh.stuck = -1;
     *dump_of(p) = Dump{(int32_t)State::idle, 0, -1, -1, 0, 0, (int32_t)State::idle, -1};
   }
   block_sync();

@@ -65,8 +65,6 @@ struct Shared {
   int32_t fired_count;
   uint32_t dead;     // the launch was given up; what is computed from here on is not used
   uint32_t stop[2];  // `dead`, as the consumers agreed on it
-  int32_t running;   // slot of the task that the consumers are at, -1 before the first
-  int32_t stuck;     // that in which one of them has waited in vain; -1: none
   Params params;     // of the launch
 };
 

@@ -23,33 +23,31 @@ MK_DEVICE void post(Routing* to, int expert, float weight, uint32_t tag) {
   store_relaxed((uint64_t*)to, (uint64_t)float_to_bits(weight) << 32 | (uint32_t)expert << 16 | tag);
 }
 
-// Loads that found another tag. They give up with the launch; what is computed then does not count.
-MK_CALL uint32_t load_again(const uint32_t* from, uint32_t tag) {
-  Spin spin(!producing());
-  uint32_t word;
-  while (((word = load_relaxed(from)) & 0xffffu) != tag)
-    if (!spin.again()) break;
-  return word;
+template <class Word>
+MK_DEVICE bool has_tag(Word word, uint32_t tag) {
+  return ((uint32_t)word & 0xffffu) == tag;
 }
-MK_CALL uint64_t load_again(const uint64_t* from, uint32_t tag) {
-  Spin spin(!producing());
-  uint64_t word;
-  while (((uint32_t)(word = load_relaxed(from)) & 0xffffu) != tag)
+
+// Loads that found another tag. They give up with the launch; what is computed then does not count.
+template <class Word>
+MK_CALL Word load_again(const Word* from, uint32_t tag) {
+  Spin spin;
+  Word word;
+  while (!has_tag(word = load_relaxed(from), tag))
     if (!spin.again()) break;
   return word;
 }
 
 // In two steps, so that several loads can be on their way: `word` was loaded from there.
-MK_DEVICE bf16 taken(const Tagged* from, uint32_t word, uint32_t tag) {
-  if ((word & 0xffffu) != tag) word = load_again(from, tag);
-  return (bf16)(word >> 16);
+template <class Word>
+MK_DEVICE Word arrived(const Word* from, Word word, uint32_t tag) {
+  return has_tag(word, tag) ? word : load_again(from, tag);
 }
-MK_DEVICE bf16 take(const Tagged* from, uint32_t tag) { return taken(from, load_relaxed(from), tag); }
+MK_DEVICE bf16 taken(const Tagged* from, uint32_t word, uint32_t tag) { return (bf16)(arrived(from, word, tag) >> 16); }
 
+MK_DEVICE bf16 take(const Tagged* from, uint32_t tag) { return taken(from, load_relaxed(from), tag); }
 MK_DEVICE float take(const TaggedFloat* from, uint32_t tag) {
-  uint64_t word = load_relaxed(from);
-  if (((uint32_t)word & 0xffffu) != tag) word = load_again(from, tag);
-  return bits_to_float((uint32_t)(word >> 32));
+  return bits_to_float((uint32_t)(arrived(from, load_relaxed(from), tag) >> 32));
 }
 
 struct Choice {
@@ -58,9 +56,8 @@ struct Choice {
 };
 MK_DEVICE Choice take(const Routing* from, uint32_t tag) {
   const uint64_t* place = (const uint64_t*)from;
-  uint64_t word = load_relaxed(place);
-  if (((uint32_t)word & 0xffffu) != tag) word = load_again(place, tag);
-  if (((uint32_t)word & 0xffffu) != tag) word = 0;  // the launch was given up, and this becomes an address
+  uint64_t word = arrived(place, load_relaxed(place), tag);
+  if (!has_tag(word, tag)) word = 0;  // the launch was given up, and this becomes an address
   return Choice{(int)((uint32_t)word >> 16), bits_to_float((uint32_t)(word >> 32))};
 }
 
@@ -74,7 +71,7 @@ MK_DEVICE Vec16 take_vector(const Tagged* from, uint32_t tag) {
   const Vec16* place = (const Vec16*)from;
   Vec16 first = load_relaxed(place), second = load_relaxed(place + 1);
   if (missing(first, tag) | missing(second, tag)) {
-    Spin spin(!producing());
+    Spin spin;
     while (spin.again()) {
       first = load_relaxed(place), second = load_relaxed(place + 1);
       if (!(missing(first, tag) | missing(second, tag))) break;

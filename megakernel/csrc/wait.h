@@ -9,16 +9,13 @@ namespace mk {
 struct Spin {
   int64_t left;
 
-  bool in_task;  // a consumer's, in the middle of a task
-
-  MK_DEVICE explicit Spin(bool in_task = false) : left(shared().params.spin_budget), in_task(in_task) {}
+  MK_DEVICE Spin() : left(shared().params.spin_budget) {}
 
   // After an unsuccessful poll: whether to go on. All workers read the flag, so each looks at it only now and then.
   MK_DEVICE bool again() {
     uint32_t* abort = (uint32_t*)shared().params.abort;
     if (left-- <= 0) store_relaxed(abort, 1);
     if (left < 0 || ((left & 255) == 0 && load_relaxed(abort))) {
-      if (in_task) shared().stuck = shared().running;
       shared().dead = 1;
       return false;
     }
@@ -27,16 +24,16 @@ struct Spin {
   }
 };
 
-MK_CALL bool gate_wait_long(Gate* gate, uint32_t phase, bool in_task) {
-  Spin spin(in_task);
+MK_CALL bool gate_wait_long(Gate* gate, uint32_t phase) {
+  Spin spin;
   while (!gate_try_wait(gate, (int)(phase & 1u)))
     if (!spin.again()) return false;
   return true;
 }
 
 // False if the launch was given up.
-MK_DEVICE bool gate_wait(Gate* gate, uint32_t phase, bool in_task = false) {
-  return gate_try_wait(gate, (int)(phase & 1u)) || gate_wait_long(gate, phase, in_task);
+MK_DEVICE bool gate_wait(Gate* gate, uint32_t phase) {
+  return gate_try_wait(gate, (int)(phase & 1u)) || gate_wait_long(gate, phase);
 }
 
 MK_DEVICE uint32_t threshold_of(const Params& p, int event, int iteration) {
@@ -54,6 +51,12 @@ MK_DEVICE bool wave_gate_wait(Gate* gate, uint32_t phase) {
   return alive;
 }
 
+MK_DEVICE void note(Dump* dump, int event, uint32_t value, uint32_t threshold) {
+  dump->event = event;
+  dump->value = value;
+  dump->threshold = threshold;
+}
+
 // By one thread: returns when the event was counted up as often as that, with everything written before it visible to this
 // thread. False if the launch was given up; `dump` takes what was waited for, unless it is null.
 MK_CALL bool event_wait(int event, uint32_t threshold, Dump* dump) {
@@ -61,10 +64,7 @@ MK_CALL bool event_wait(int event, uint32_t threshold, Dump* dump) {
   Spin spin;
   while ((int32_t)(load_acquire(counter) - threshold) < 0)  // a relaxed poll would need an acquire after it, as far away
     if (!spin.again()) {
-      if (!dump) return false;
-      dump->event = event;
-      dump->value = load_relaxed(counter);
-      dump->threshold = threshold;
+      if (dump) note(dump, event, load_relaxed(counter), threshold);
       return false;
     }
   return true;

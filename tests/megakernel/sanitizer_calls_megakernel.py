@@ -62,7 +62,9 @@ def tables(schedule: str) -> list[Table]:
     return [pack(one, static(one, WORKERS)) if schedule == "static" else pack(one) for one in graphs]
 
 
-def main(schedule: str, device: torch.device | str = "cuda", count: int | None = None, every_thread: int = 0) -> int:
+def main(
+    schedule: str, device: torch.device | str = "cuda", count: int | None = None, every_thread: bool = False
+) -> int:
     """Decodes two or three tokens by each table, greedy and sampled, and returns how many launches that were.
 
     Args:
@@ -91,4 +93,4 @@ def main(schedule: str, device: torch.device | str = "cuda", count: int | None =
 
 
 if __name__ == "__main__":
-    print(f"{main(sys.argv[1], every_thread=int(sys.argv[2]))} launches decoded valid tokens")
+    print(f"{main(sys.argv[1], every_thread=bool(int(sys.argv[2])))} launches decoded valid tokens")

@@ -387,19 +387,10 @@ def test_clean(tool, schedule):
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer, part of NVIDIA's CUDA toolkit")
     # the build is made before, so that no compiler runs under the sanitizer
-    every_thread = int(tool == "racecheck")
+    every_thread = tool == "racecheck"
     sanitizer_calls_megakernel.main(schedule, DEVICE, 1, every_thread)
-    command = [
-        sanitizer,
-        "--tool",
-        tool,
-        "--print-level",
-        "info",
-        sys.executable,
-        str(CALLS),
-        schedule,
-        str(every_thread),
-    ]
+    program = [sys.executable, str(CALLS), schedule, str(int(every_thread))]
+    command = [sanitizer, "--tool", tool, "--print-level", "info", *program]
     # each tensor an allocation of its own: inside PyTorch's pool an access past the end would go unseen
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(CALLS.parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)

@@ -11,7 +11,8 @@ from megakernel.config import TINY
 from megakernel.graph import build
 from megakernel.knobs import Knobs
 from megakernel.memory import Memory
-from megakernel.table import bytes_of, pack, tagged
+from megakernel.table import bytes_of, pack
+from megakernel.tagged import tagged
 from megakernel.weights import random as random_weights
 
 

@@ -19,7 +19,8 @@ from megakernel.knobs import PRESETS, Knobs
 from megakernel.launch import Deadlock
 from megakernel.memory import Memory
 from megakernel.schedule import dynamic, static
-from megakernel.table import pack, tagged
+from megakernel.table import pack
+from megakernel.tagged import tagged
 
 SHAPES = {
     "rows in pieces": dict(consumer_waves=4, teams=2, stages=4, stage_bytes=128),
@@ -500,6 +501,7 @@ def test_a_cache_folder_that_cannot_be_used_is_named(tmp_path, monkeypatch):
         (dict(in_flight=5), "in_flight must be at most stages = 4, not 5"),
         (dict(stage_bytes=100), "stage_bytes must be a multiple of 128, not 100"),
         (dict(wave=48), "wave must be 32 or 64, not 48"),
+        (dict(every_thread=1), "every_thread must be True or False, not 1"),
         (dict(x_items=8.5), "x_items must be a positive integer, not 8.5"),
     ],
 )

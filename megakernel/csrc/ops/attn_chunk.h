@@ -250,7 +250,7 @@ MK_CALL uint32_t attn_chunk(int slot, int iteration, uint32_t streamed) {
   }
   MK_UNROLL(1)
   for (int i = EVERY_THREAD ? 0 : lane(); i < pieces; i += EVERY_THREAD ? 1 : WAVE)
-    gate_wait(&sh.full[(streamed + i) % STAGES], (streamed + i) / STAGES, true);
+    gate_wait(&sh.full[(streamed + i) % STAGES], (streamed + i) / STAGES);
   consumer_sync();
 
   float* out = (float*)(p.work + args.out + task.at * args.out_bytes);
