@@ -81,12 +81,13 @@ TASK = (
     Field("wait_count", "i32", ""),
     Field("trigger_first", "i32", "the events that it counts up, in `triggers`"),
     Field("trigger_count", "i32", ""),
-    Field("route_event", "i32", "for a routed expert, the event after which the routing can be read; else -1"),
     Field(
         "flags",
         "i32",
-        "bits: APPENDS this position's row of the cache; what it writes is TAGGED; it goes BY_TAGS of what it reads",
+        "bits: APPENDS this position's row of the cache; what it writes is TAGGED; it goes BY_TAGS of what it reads; "
+        "it multiplies the ROUTERS_INPUT",
     ),
+    Field("pad", "i32", ""),
 )
 """64 bytes; a worker reads one for each task it runs."""
 
@@ -202,7 +203,7 @@ PARAMS = (
 
 RECORDS = {"Task": TASK, "Args": ARGS, "Routing": ROUTING, "Partial": PARTIAL, "Dump": DUMP, "Params": PARAMS}
 
-APPENDS, TAGGED, BY_TAGS = 1, 2, 4
+APPENDS, TAGGED, BY_TAGS, ROUTERS_INPUT = 1, 2, 4, 8
 """Bits of Task.flags."""
 
 TAGGED_BF16, TAGGED_FP32 = 4, 8
@@ -281,6 +282,7 @@ def header() -> str:
     lines += [
         f"constexpr int32_t ABI_VERSION = {VERSION};",
         f"constexpr int32_t APPENDS = {APPENDS}, TAGGED = {TAGGED}, BY_TAGS = {BY_TAGS};",
+        f"constexpr int32_t ROUTERS_INPUT = {ROUTERS_INPUT};",
         f"constexpr int PARTIAL_STATS = {PARTIAL_STATS};",
         f"constexpr int ALONE_CHUNKS = {ALONE_CHUNKS};",
         f"constexpr int TIMELINE_WORDS = {len(TIMELINE)};",

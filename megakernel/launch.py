@@ -43,6 +43,7 @@ class Launch(NamedTuple):
         seed: int,
         noise_position: int,
         has_token: bool,
+        most: int = abi.MOST_ITERATIONS,
     ) -> Launch:
         """Checks the arguments of a launch.
 
@@ -56,6 +57,7 @@ class Launch(NamedTuple):
             seed: int64, of the sampling noise, used as it is (`fmms.sample` with a tensor of seeds).
             noise_position: int64, position of the noise of the first token.
             has_token: whether a launch before has left a token to read.
+            most: tokens of a launch.
 
         Raises:
             ValueError: an argument has the wrong type or value; the message names it.
@@ -67,8 +69,8 @@ class Launch(NamedTuple):
                 f"iterations: expected at most {max(capacity - position, 0)}, because {position} positions of the "
                 f"{capacity} that the cache has room for (the knob `tokens`) are taken, got {iterations}"
             )
-        if iterations > abi.MOST_ITERATIONS:
-            raise ValueError(f"iterations: expected at most {abi.MOST_ITERATIONS} in one launch, got {iterations}")
+        if iterations > most:
+            raise ValueError(f"iterations: expected at most {most} in one launch, got {iterations}")
         seed = check_integer("seed", seed, -(2**63), 2**63 - 1, "an int64")
         noise_position = check_integer("noise_position", noise_position, -(2**63), 2**63 - 1, "an int64")
         temperature = check_number("temperature", temperature, "a number, 0 or more")
@@ -163,7 +165,10 @@ class Deadlock(RuntimeError):
 
 def _activity(graph: Graph, worker: Worker) -> str:
     if worker.state == "queue":
-        text = "waits for a task that is ready"
+        # a producer takes the tasks, from a queue or a list
+        text = (
+            "waits for a task that is ready" if worker.producer_state in ("idle", "queue") else "waits for its producer"
+        )
     else:
         text = f"{label(graph, worker.task)} of token {worker.iteration}" if worker.task >= 0 else "no task"
         if worker.event >= 0:
@@ -175,4 +180,8 @@ def _activity(graph: Graph, worker: Worker) -> str:
             text += f", {worker.state}"
     if worker.producer_task >= 0:
         text += f"; its producer is {worker.producer_state} at {label(graph, worker.producer_task)}"
+        if worker.producer_state == "routing":
+            router = graph.router(graph.ops[graph.tasks[worker.producer_task].op].layer)
+            event = graph.events[graph.triggers[router.tasks[0]][0]]
+            text += f", for what event {event.index} ({event.name}) stands for"
     return text

@@ -164,10 +164,16 @@ class Native:
         return arrays
 
     def check(self, **launch) -> Launch:
-        """`Launch.of` with what this memory allows."""
+        """`Launch.of` with what this memory and table allow."""
         settings = dict(forced=None, temperature=0.0, seed=0, noise_position=0) | launch
         has_token = self.memory.has_token()
-        return Launch.of(self.table.graph.config, self.memory.capacity, has_token=has_token, **settings)
+        # the tickets of a ready queue are numbers of 32 bits
+        most = (
+            min(abi.MOST_ITERATIONS, (2**32 - 1) // len(self.table.tasks))
+            if self.table.dynamic
+            else abi.MOST_ITERATIONS
+        )
+        return Launch.of(self.table.graph.config, self.memory.capacity, has_token=has_token, most=most, **settings)
 
     def run(
         self,

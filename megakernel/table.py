@@ -18,7 +18,7 @@ from megakernel import abi
 from megakernel.config import ModelConfig
 from megakernel.schedule import Schedule
 from megakernel.tagged import Order, short_name, tagged
-from megakernel.tasks import ITEM_BYTES, ROUTERS, Graph, Op, Task, Tensor
+from megakernel.tasks import ITEM_BYTES, Graph, Op, Task, Tensor
 from megakernel.weights import check as check_weights
 
 ALIGNMENT = 256
@@ -222,9 +222,13 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
     appending = [task.index for task in graph.tasks if task.op >= 0 and builder.writes_cache(graph.ops[task.op], task)]
     order = None if schedule is None else Order(graph, schedule, appending)
     tasks = np.zeros(len(graph.tasks), abi.dtype("Task"))
-    tasks["route_event"] = -1
+
+    def activations(task: int) -> set[str]:
+        read = (part.tensor for part in graph.tasks[task].reads)
+        return {name for name in read if graph.tensors[name].kind == "activation"}
+
     waits, triggers = _Flat(), _Flat()
-    routed = {op.layer: graph.triggers[op.tasks[0]][0] for op in graph.ops if op.name in ROUTERS}
+    seen = {op.layer: activations(op.tasks[0]) for op in graph.ops if op.name in ("MOE_GATE", "MOE_GATE_TOPK")}
     for task in graph.tasks:
         record = tasks[task.index]
         op = graph.ops[task.op] if task.op >= 0 else None
@@ -237,7 +241,9 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
             continue
         record["code"] = abi.code(CODE_OF_OP[op.name])
         if task.expert is not None or task.slot is not None:
-            record["route_event"] = routed[op.layer]
+            routing = f"layers.{op.layer}.mlp.routing"
+            if activations(task.index) == seen[op.layer] | {routing}:
+                record["flags"] = abi.ROUTERS_INPUT
         if task.expert is not None:
             record["by"], record["at"] = abi.value("By", "expert"), task.expert
         elif task.slot is not None:
@@ -247,7 +253,7 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
         elif op.name == "ARGMAX_PARTIAL":
             record["at"] = task.tile
         if builder.appends(op, task):
-            record["flags"] = abi.APPENDS
+            record["flags"] |= abi.APPENDS
         record["args"] = builder.of(op, task)
         if order is not None:
             record["flags"] |= abi.TAGGED * (task.index in order.free) | abi.BY_TAGS * order.by_tags(task)

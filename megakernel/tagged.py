@@ -28,7 +28,10 @@ class Order:
     What is not tagged has to be ordered by the counters. A task that reads such a thing must wait itself for all that
     write it: a way there over others would lead through tasks that count up in no order. Rows of a cache are read by
     the tokens to come as well: who may write one must lead to the end of the token through tasks that do order, or that
-    come later in the list of its worker. Unless both hold, every task orders what it writes, and waits for events.
+    come later in the list of its worker. And who reads a tag must have read it before the token can end, because the
+    next one writes there: what is computed from it goes into the token, but for experts that may not be chosen, which
+    need another task behind them in the list of their worker. Unless all this holds, every task orders what it writes,
+    and waits for events.
     """
 
     def __init__(self, graph: Graph, schedule: Schedule, appending: Iterable[int]):
@@ -47,13 +50,17 @@ class Order:
         appending = set(appending)
         free = {task.index for task in graph.tasks if task.writes} - appending
         free -= {task.index for found in writers.values() for task, _ in found}
-        self.free = frozenset(free) if appending <= self._ordered(schedule, free) and self._waits() else frozenset()
+        holds = appending <= self._ordered(schedule, free) and self._waits() and self._read_in_time(schedule)
+        self.free = frozenset(free) if holds else frozenset()
         """Tasks that need not order what they write."""
 
     def by_tags(self, task: Task) -> bool:
         """Whether a task need not wait for its events, because there is a tag on all that others write and it reads."""
+        return bool(self.free) and self._tags_only(task)
+
+    def _tags_only(self, task: Task) -> bool:
         read = any(self.graph.tensors[part.tensor].kind == "activation" for part in task.reads)
-        return bool(self.free) and read and not self.before[task.index]
+        return read and not self.before[task.index]
 
     def _before(self, task: Task, writers: Mapping[str, list[tuple[Task, Range]]]) -> set[int]:
         """Any row of a cache counts, because a token may be at any."""
@@ -75,11 +82,17 @@ class Order:
         ordered, left = {end}, [end]
         while left:
             task = left.pop()
-            found = {p for event in graph.waits[task] for p in graph.events[event].producers if p not in free}
+            waits = () if self._tags_only(graph.tasks[task]) else graph.waits[task]
+            found = {p for event in waits for p in graph.events[event].producers if p not in free}
             found |= {previous[task]} if task in previous else set()
             left += found - ordered
             ordered |= found
         return ordered
+
+    def _read_in_time(self, schedule: Schedule) -> bool:
+        """Whether the last task of each worker is one without which no token ends: not of an expert."""
+        last = (self.graph.tasks[tasks[-1]] for tasks in schedule.lists if tasks)
+        return all(task.expert is None for task in last)
 
     def _waits(self) -> bool:
         """Whether all that read what is not tagged wait for its writers; the last token is there before the token."""

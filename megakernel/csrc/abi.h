@@ -36,6 +36,7 @@ enum class State : int32_t { idle = 0, waiting = 1, streaming = 2, routing = 3, 
 
 constexpr int32_t ABI_VERSION = 4;
 constexpr int32_t APPENDS = 1, TAGGED = 2, BY_TAGS = 4;
+constexpr int32_t ROUTERS_INPUT = 8;
 constexpr int PARTIAL_STATS = 4;
 constexpr int ALONE_CHUNKS = 64;
 constexpr int TIMELINE_WORDS = 4;
@@ -53,8 +54,8 @@ struct Task {
   int32_t wait_count;
   int32_t trigger_first;  // the events that it counts up, in `triggers`
   int32_t trigger_count;
-  int32_t route_event;  // for a routed expert, the event after which the routing can be read; else -1
-  int32_t flags;  // bits: APPENDS this position's row of the cache; what it writes is TAGGED; it goes BY_TAGS of what it reads
+  int32_t flags;  // bits: APPENDS this position's row of the cache; what it writes is TAGGED; it goes BY_TAGS of what it reads; it multiplies the ROUTERS_INPUT
+  int32_t pad;
 };
 
 struct Args {
@@ -167,7 +168,7 @@ struct Params {
 // As megakernel.abi.layout(), by this compiler.
 constexpr int32_t LAYOUT[] = {
   ABI_VERSION,
-  (int32_t)sizeof(Task), (int32_t)offsetof(Task, code), (int32_t)offsetof(Task, op), (int32_t)offsetof(Task, args), (int32_t)offsetof(Task, tile), (int32_t)offsetof(Task, rows), (int32_t)offsetof(Task, chunk), (int32_t)offsetof(Task, by), (int32_t)offsetof(Task, at), (int32_t)offsetof(Task, wait_first), (int32_t)offsetof(Task, wait_count), (int32_t)offsetof(Task, trigger_first), (int32_t)offsetof(Task, trigger_count), (int32_t)offsetof(Task, route_event), (int32_t)offsetof(Task, flags),
+  (int32_t)sizeof(Task), (int32_t)offsetof(Task, code), (int32_t)offsetof(Task, op), (int32_t)offsetof(Task, args), (int32_t)offsetof(Task, tile), (int32_t)offsetof(Task, rows), (int32_t)offsetof(Task, chunk), (int32_t)offsetof(Task, by), (int32_t)offsetof(Task, at), (int32_t)offsetof(Task, wait_first), (int32_t)offsetof(Task, wait_count), (int32_t)offsetof(Task, trigger_first), (int32_t)offsetof(Task, trigger_count), (int32_t)offsetof(Task, flags), (int32_t)offsetof(Task, pad),
   (int32_t)sizeof(Args), (int32_t)offsetof(Args, weight), (int32_t)offsetof(Args, weight2), (int32_t)offsetof(Args, matrix_bytes), (int32_t)offsetof(Args, norm), (int32_t)offsetof(Args, input), (int32_t)offsetof(Args, input_bytes), (int32_t)offsetof(Args, out), (int32_t)offsetof(Args, out_bytes), (int32_t)offsetof(Args, residual), (int32_t)offsetof(Args, routing), (int32_t)offsetof(Args, kva), (int32_t)offsetof(Args, latent), (int32_t)offsetof(Args, query), (int32_t)offsetof(Args, rotated), (int32_t)offsetof(Args, absorbed), (int32_t)offsetof(Args, cache), (int32_t)offsetof(Args, rope_cache), (int32_t)offsetof(Args, shared), (int32_t)offsetof(Args, cols), (int32_t)offsetof(Args, input_kind), (int32_t)offsetof(Args, out_kind), (int32_t)offsetof(Args, head_rows), (int32_t)offsetof(Args, head_stride), (int32_t)offsetof(Args, chunks), (int32_t)offsetof(Args, cache_pitch), (int32_t)offsetof(Args, kv_eps), (int32_t)offsetof(Args, slots), (int32_t)offsetof(Args, parts),
   (int32_t)sizeof(Routing), (int32_t)offsetof(Routing, expert), (int32_t)offsetof(Routing, weight),
   (int32_t)sizeof(Partial), (int32_t)offsetof(Partial, key), (int32_t)offsetof(Partial, largest), (int32_t)offsetof(Partial, argmax), (int32_t)offsetof(Partial, drawn), (int32_t)offsetof(Partial, pad),

@@ -140,7 +140,9 @@ MK_DEVICE void product(Consumer& c, const Task& task, const Args& args, const St
       if (base < piece.rows) multiply<2, true>(share, s, task, args, piece, weights, base);
     }
     wave_sync();
-    if (EVERY_THREAD || lane() == 0) gate_arrive(&sh.empty[stage]);
+    if (EVERY_THREAD || lane() == 0)
+      MK_UNROLL(1)
+      for (int i = 0; i < (EVERY_THREAD ? TEAMS : 1); ++i) gate_arrive(&sh.empty[stage]);  // for the other teams, too
   }
   c.pieces += s.count;
   consumer_sync();

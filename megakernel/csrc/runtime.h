@@ -92,9 +92,8 @@ struct Source {
   }
 };
 
-// The expert whose matrices a task reads: its number, 0 where there are no experts, -1 if the task has nothing to do.
+// By all of a wave: the expert whose matrices a task reads, as soon as it is known; -1 if the task has nothing to do.
 MK_DEVICE int expert_of(const Params& p, const Task& task, const Args& args, int iteration) {
-  if ((By)task.by == By::all) return 0;
   const Routing* routing = (const Routing*)(p.work + args.routing);
   if ((By)task.by == By::slot) return take(routing + task.at, tag_of(iteration)).expert;
   for (int i = 0; i < p.topk; ++i)
@@ -109,8 +108,9 @@ struct Feeder {
   uint32_t pieces;  // of all streams so far
   uint32_t last;    // one more than the number of the piece that this lane's stage got last; 0: none yet
 
-  // Brings a stream of task `n` of this worker into the ring. False if the launch was given up.
-  MK_DEVICE bool feed(const Stream& s, uint32_t n) {
+  // Brings a stream of task `n` of this worker into the ring. False if the launch was given up. `sure`: the task's input is
+  // known to be there.
+  MK_DEVICE bool feed(const Stream& s, uint32_t n, bool sure) {
     Shared& sh = shared();
     if constexpr (LANES_COPY) {
       const int stage = lane() < STAGES ? lane() : 0;
@@ -121,9 +121,10 @@ struct Feeder {
       Spin spin;
       while (wave_votes(piece < pieces)) {
         const bool flies = last && !gate_test(&sh.full[stage], (int)((last - 1) / STAGES & 1u));
-        const bool runs = gate_test(&sh.started[n % AHEAD], (int)(n / AHEAD & 1u));
+        const bool runs = sure || gate_test(&sh.started[n % AHEAD], (int)(n / AHEAD & 1u));
         const int room = (runs ? STAGES : IN_FLIGHT) - count_ones(wave_votes(flies));
-        bool begins = piece < pieces && gate_test(&sh.empty[stage], (int)((piece / STAGES + 1) & 1u));
+        // a stage is empty only when its piece has arrived, unless a launch that was given up did not wait for that
+        bool begins = piece < pieces && !flies && gate_test(&sh.empty[stage], (int)((piece / STAGES + 1) & 1u));
         const uint64_t ready = wave_votes(begins);
         const uint64_t before = ready & ((1ull << stage) - 1), skipped = ready & ((1ull << first % STAGES) - 1);
         // the stream's first pieces first
@@ -177,6 +178,7 @@ MK_DEVICE void produce(const Params& p) {
     if (!source.take(&next)) break;
     task_number = next.task;
     Stream stream = {}, second = {};
+    int expert = 0;
     if (next.task >= 0) {
       if (lane() < (int)(sizeof(Task) / 4)) ((uint32_t*)&sh.task[slot])[lane()] = next.word;
       wave_sync();
@@ -207,8 +209,9 @@ MK_DEVICE void produce(const Params& p) {
         // the consumers learn from the number of pieces whether the expert was chosen: if they looked for themselves they
         // could be done with the task, and with the token, before this wave had looked
         state = State::routing;
-        if (!wave_event_wait(task.route_event, next.iteration)) break;
-        if (expert_of(p, task, args, next.iteration) < 0) stream.count = 0;
+        expert = expert_of(p, task, args, next.iteration);
+        if (shuffle_first(sh.dead)) break;
+        if (expert < 0) stream.count = 0;
       }
     }
     if (lane() == 0) {
@@ -233,11 +236,11 @@ MK_DEVICE void produce(const Params& p) {
         copies_after_stores();
       }
     } else {
-      if (task.route_event >= 0) {
+      if ((By)task.by == By::slot) {
         state = State::routing;
-        if (!wave_event_wait(task.route_event, next.iteration)) break;
+        expert = expert_of(p, task, sh.args[slot], next.iteration);
+        if (shuffle_first(sh.dead)) break;
       }
-      const int expert = expert_of(p, task, sh.args[slot], next.iteration);
       stream.matrix += expert * sh.args[slot].matrix_bytes;
       stream.matrix2 += expert * sh.args[slot].matrix_bytes;
     }
@@ -245,7 +248,7 @@ MK_DEVICE void produce(const Params& p) {
     bool fed = true;
     MK_UNROLL(1)
     while (fed && stream.count) {
-      fed = feeder.feed(stream, n);
+      fed = feeder.feed(stream, n, task.flags & ROUTERS_INPUT);
       stream = second;
       second.count = 0;
     }
@@ -323,13 +326,13 @@ MK_CALL void put_ready(int event, int iteration) {
   }
 }
 
-// All consumers meet here and get the same answer, though `dead` may change at any time. Two places in turn use a flag
-// each: one is written again only when everybody has left the other, and so has read it.
-MK_DEVICE bool given_up(int place) {
+// All consumers meet here and get the same answer, though `dead` may change at any time. They meet once more before they come
+// here again.
+MK_DEVICE bool given_up() {
   Shared& sh = shared();
-  if (thread() == 0) sh.stop[place] = sh.dead;
+  if (thread() == 0) sh.stop = sh.dead;
   consumer_sync();
-  return sh.stop[place];
+  return sh.stop;
 }
 
 // By one thread: until a task may begin.
@@ -363,6 +366,11 @@ MK_DEVICE bool note_event(const Task& task, int iteration, Dump* dump) {
   return false;
 }
 
+// By one thread: a column of a task's line of the timeline.
+MK_DEVICE void stamp(const Params& p, int task, int column, int64_t value) {
+  ((int64_t*)p.timeline)[TIMELINE_WORDS * (int64_t)task + column] = value;
+}
+
 MK_DEVICE void consume(const Params& p) {
   Shared& sh = shared();
   Consumer c = {0, 0, 0};
@@ -371,36 +379,35 @@ MK_DEVICE void consume(const Params& p) {
   for (uint32_t n = 0;; ++n) {
     const uint32_t slot = n % AHEAD;
     const Task& task = sh.task[slot];
-    int64_t* line = nullptr;
-    state = State::queue;
+    // what was not finished when the launch was given up is what the dump tells of
+    if (!sh.dead) state = State::queue;
     if (EVERY_THREAD && thread()) gate_wait(&sh.announced[slot], n / AHEAD);
     // the others wait for this thread, and see what it has seen
-    if (thread() == 0 && gate_wait(&sh.announced[slot], n / AHEAD)) {
+    if (thread() == 0 && state == State::queue && gate_wait(&sh.announced[slot], n / AHEAD)) {
       number = sh.number[slot];
       c.iteration = sh.iteration[slot];
       if (number >= 0) state = State::waiting;
       if (number >= 0 && p.timeline) {
-        line = (int64_t*)p.timeline + TIMELINE_WORDS * (int64_t)number;
-        line[0] = block();
-        line[1] = nanoseconds();
+        stamp(p, number, 0, block());
+        stamp(p, number, 1, nanoseconds());
       }
       if (number >= 0) await(task, (int)slot, c.iteration);
     }
-    if (given_up(0)) break;
+    if (given_up()) break;
     number = sh.number[slot];
     c.iteration = sh.iteration[slot];
     if (number < 0) {
       state = State::done;
       break;
     }
-    if (line) line[2] = nanoseconds();
+    if (p.timeline && thread() == 0) stamp(p, number, 2, nanoseconds());
     state = State::streaming;
     c.slot = (int)slot;
     execute(c);
-    if (given_up(1)) break;
-    if (line) line[3] = nanoseconds();
-    if (thread() == 0) {
-      sh.fired_count = 0;
+    consumer_sync();
+    if (p.timeline && thread() == 0) stamp(p, number, 3, nanoseconds());
+    if (thread() == 0) sh.fired_count = 0;
+    if (thread() == 0 && !sh.dead) {
       MK_UNROLL(1)
       for (int i = 0; i < task.trigger_count; ++i)
         count_up(p, i < HELD ? sh.triggers[slot][i] : ((const int32_t*)p.triggers)[task.trigger_first + i], c.iteration,
@@ -435,7 +442,7 @@ MK_DEVICE void work(const Params& p) {
     sh.params = p;
     for (int i = 0; i < STAGES; ++i) {
       gate_init(&sh.full[i], 1);
-      gate_init(&sh.empty[i], EVERY_THREAD ? TEAM_WAVES * WAVE : TEAM_WAVES);
+      gate_init(&sh.empty[i], EVERY_THREAD ? CONSUMERS : TEAM_WAVES);
     }
     for (int i = 0; i < AHEAD; ++i) {
       gate_init(&sh.announced[i], EVERY_THREAD ? WAVE : 1);

@@ -64,7 +64,7 @@ struct Shared {
   int32_t fired[8];  // events that this task was the last to count up
   int32_t fired_count;
   uint32_t dead;     // the launch was given up; what is computed from here on is not used
-  uint32_t stop[2];  // `dead`, as the consumers agreed on it
+  uint32_t stop;     // `dead`, as the consumers agreed on it
   Params params;     // of the launch
 };
 

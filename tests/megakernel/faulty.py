@@ -1,8 +1,18 @@
-"""Launches of the interpreter with a fault planted in an op, which everything after it then computes with."""
+"""Faults: in an op of the interpreter, which everything after it then computes with, and tasks that do nothing."""
+
+import dataclasses
 
 import torch
 
-from megakernel import vm
+from megakernel import abi, vm
+
+
+def idle(table, tasks):
+    """The table with tasks that do nothing, and that no event learns of."""
+    records = table.tasks.copy()
+    for task in tasks:
+        records[task]["code"], records[task]["trigger_count"] = abi.code("nothing"), 0
+    return dataclasses.replace(table, tasks=records)
 
 
 class Faulty(vm.Machine):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import sanitizer_calls_megakernel
 import torch
+from faulty import idle
 from sanitizer_calls_megakernel import shared_build, target
 from variants import SMALL, VARIANTS
 
@@ -285,10 +286,8 @@ def test_launches_from_another_thread_and_on_another_stream(on_device):
 def test_a_deadlock_ends_with_the_state_of_every_worker(experts, queue, workers, on_device):
     table = table_of(Knobs(**SMALL, experts=experts), queue, workers)
     event = next(event for event in table.graph.events if event.name == "1.MOE_GATE_TOPK")
-    thresholds = table.thresholds.copy()
-    thresholds[event.index] += 1
     settings = dict(iterations=2, position=0, forced=FORCED[:2])
-    broken = launcher_of(dataclasses.replace(table, thresholds=thresholds), on_device)
+    broken = launcher_of(idle(table, event.producers), on_device)
     with pytest.raises(Deadlock) as caught:
         broken.run(spin_budget=100_000, **settings)
     states = caught.value.workers
@@ -301,8 +300,8 @@ def test_a_deadlock_ends_with_the_state_of_every_worker(experts, queue, workers,
     else:
         waiting = [worker for worker in states if worker.event == event.index]
         assert waiting
-        assert all((worker.value, worker.threshold) == (1, 2) for worker in waiting)
-        assert f"event {event.index} (1.MOE_GATE_TOPK) with value 1, threshold 2" in str(caught.value)
+        assert all((worker.value, worker.threshold) == (0, 1) for worker in waiting)
+        assert f"event {event.index} (1.MOE_GATE_TOPK) with value 0, threshold 1" in str(caught.value)
     # the same launcher gives up again, and the process can launch what is right
     with pytest.raises(Deadlock):
         broken.run(spin_budget=100_000, **settings)

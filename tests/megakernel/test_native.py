@@ -9,6 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
+from faulty import idle
 from variants import SMALL, VARIANTS
 
 from fmms.reference import sample_from_logits
@@ -20,12 +21,13 @@ from megakernel.launch import Deadlock
 from megakernel.memory import Memory
 from megakernel.schedule import dynamic, static
 from megakernel.table import pack
-from megakernel.tagged import tagged
+from megakernel.tagged import Order, tagged
 
 SHAPES = {
     "rows in pieces": dict(consumer_waves=4, teams=2, stages=4, stage_bytes=128),
     "one team": dict(consumer_waves=2, teams=1, stages=3, in_flight=1, stage_bytes=256),
     "waves of 64": dict(consumer_waves=2, teams=2, stages=4, stage_bytes=1024, wave=64),
+    "every thread": dict(consumer_waves=4, teams=2, stages=4, stage_bytes=1024, every_thread=True),
 }
 """Blocks of other shapes than the host's own: rows larger than a stage, several pieces for each team, AMD's waves."""
 FORCED = [5, 17, 200]
@@ -320,6 +322,27 @@ def test_what_is_not_tagged_is_ordered(changes):
     assert loose or changes.get("dependencies") == "chain" or not changes.get("fold_mla_prep", True)
 
 
+def test_nothing_of_a_token_is_read_after_its_end():
+    """An expert that is not chosen does nothing; another task behind it keeps the token from its end."""
+    tasks = graph.build(TINY, dataclasses.replace(PRESETS["mi300x"], tokens=24, attn_rows=8, lm_head_rows=32))
+    for workers in (1, 132):
+        schedule = static(tasks, workers)
+        last = any(items and tasks.tasks[items[-1]].expert is not None for items in schedule.lists)
+        flags = pack(tasks, schedule).tasks["flags"]
+        assert bool((flags & abi.BY_TAGS).any()) != last
+    assert last
+
+
+def test_a_wait_that_does_not_happen_orders_nothing():
+    """Who writes a row of a cache needs a way to the end of the token through waits that do happen."""
+    tasks = graph.build(TINY, Knobs(**SMALL, experts="slots"))
+    schedule = static(tasks, 300)
+    alone = [items[0] for items in schedule.lists if len(items) == 1]
+    # LM_HEAD, which reads the last of these, goes by tags
+    combines = [task for task in alone if tasks.ops[tasks.tasks[task].op].name == "MOE_COMBINE_RESIDUAL"]
+    assert combines and Order(tasks, schedule, []).free and not Order(tasks, schedule, combines[-1:]).free
+
+
 def test_an_infinite_value_stays_infinite_in_a_merge():
     """As in the interpreter: it is not multiplied with the zero of a chunk that isn't there."""
     config = dataclasses.replace(TINY, num_hidden_layers=1, first_k_dense_replace=1, vocab_size=64)
@@ -397,28 +420,51 @@ def test_sanitizers_see_a_task_that_leaves_an_array(array, weights):
 def test_a_deadlock_ends_with_the_state_of_every_worker(queue, experts, weights):
     table = table_of(Knobs(**SMALL, experts=experts), queue, workers=4)
     event = next(event for event in table.graph.events if event.name == "1.MOE_GATE_TOPK")
-    thresholds = table.thresholds.copy()
-    thresholds[event.index] += 1
-    memory = Memory.of(table, weights)
     settings = dict(iterations=2, position=0, forced=FORCED[:2])
     with pytest.raises(Deadlock) as caught:
-        native.run(dataclasses.replace(table, thresholds=thresholds), memory, spin_budget=20_000, **settings)
-    assert len(caught.value.workers) == 4
+        native.run(idle(table, event.producers), Memory.of(table, weights), spin_budget=20_000, **settings)
+    workers, message = caught.value.workers, str(caught.value)
+    assert len(workers) == 4
     if queue:
-        assert all(worker.state == "queue" for worker in caught.value.workers)
-    elif experts == "superset":  # whether an expert is chosen is the producer's to know
-        routing = [worker for worker in caught.value.workers if worker.producer_state == "routing"]
-        assert routing
-        assert "its producer is routing at task" in str(caught.value)
+        assert all(worker.state == "queue" for worker in workers)
+        assert "waits for a task that is ready" in message
     else:
-        waiting = [worker for worker in caught.value.workers if worker.event == event.index]
-        assert waiting
-        assert all((worker.value, worker.threshold) == (1, 2) for worker in waiting)
-        assert f"event {event.index} (1.MOE_GATE_TOPK) with value 1, threshold 2" in str(caught.value)
-        assert any(worker.producer_state in ("routing", "streaming", "waiting") for worker in waiting)
+        assert any(worker.producer_state == "routing" for worker in workers)
+        assert f", for what event {event.index} (1.MOE_GATE_TOPK) stands for" in message
+    if not queue and experts == "superset":  # whether an expert is chosen is the producer's to know
+        assert any(worker.state == "queue" for worker in workers)
+        assert "waits for its producer; its producer is routing at task" in message
+    elif not queue:
+        waiting = [worker for worker in workers if worker.event == event.index]
+        assert waiting and all((worker.value, worker.threshold) == (0, 1) for worker in waiting)
+        assert f"event {event.index} (1.MOE_GATE_TOPK) with value 0, threshold 1" in message
     # and the process can launch again
     found = native.run(table, Memory.of(table, weights), trace=True, **settings)
     assert torch.equal(found.logits, launched(table, weights, **settings)[0].logits)
+
+
+def test_a_task_that_some_of_a_block_could_finish_is_not_done(weights):
+    """The first columns of a combine are there, for thread 0, and the last never come."""
+    table = table_of(Knobs(**SMALL, experts="slots", combine_rows=64), workers=17)
+    graph = table.graph
+    combine = next(task for task in graph.tasks if graph.ops[task.op].name == "MOE_COMBINE_RESIDUAL")
+    (number,) = graph.waits[combine.index]
+    faulty = idle(table, [max(graph.events[number].producers)])
+    settings = dict(spin_budget=20_000, iterations=1, position=0, forced=FORCED[:1])
+    with pytest.raises(Deadlock) as caught:
+        native.run(faulty, Memory.of(table, weights), **settings)
+    stuck = [worker.task for worker in caught.value.workers if worker.event == number]
+    ops = {graph.ops[graph.tasks[task].op].name for task in stuck}
+    assert "MOE_COMBINE_RESIDUAL" in ops
+
+
+def test_tickets_of_a_queue_are_limited(weights):
+    table = table_of(Knobs(**SMALL | dict(tokens=300)), queue=True)
+    launcher = native.Native(table, Memory.of(table, weights))
+    assert launcher.check(iterations=200, position=0, forced=[1]).iterations == 200
+    launcher.table = dataclasses.replace(table, tasks=np.zeros(2**32 // 100, np.int8))
+    with pytest.raises(ValueError, match="iterations: expected at most 100 in one launch, got 200"):
+        launcher.check(iterations=200, position=0, forced=[1])
 
 
 def test_a_nan_is_reported_and_ends_nothing(weights):

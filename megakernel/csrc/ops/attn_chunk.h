@@ -263,7 +263,7 @@ MK_CALL uint32_t attn_chunk(int slot, int iteration, uint32_t streamed) {
   MK_UNROLL(1)
   for (int i = 0; i < pieces; ++i) {
     uint32_t piece = streamed + i;
-    if (piece % TEAMS == (uint32_t)(wave() / TEAM_WAVES) && (EVERY_THREAD || lane() == 0)) gate_arrive(&sh.empty[piece % STAGES]);
+    if (EVERY_THREAD || (piece % TEAMS == (uint32_t)(wave() / TEAM_WAVES) && lane() == 0)) gate_arrive(&sh.empty[piece % STAGES]);
   }
   return (uint32_t)pieces;
 }

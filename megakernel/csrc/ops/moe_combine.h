@@ -5,10 +5,12 @@
 
 namespace mk {
 
+// A wave without columns reads nothing: who reads something must be done before the token can be.
 MK_CALL void moe_combine(int slot, int iteration) {
   Shared& sh = shared();
   const Params& p = shared().params;
   const Task& task = shared().task[slot];
+  if (task.rows[0] + wave() * WAVE >= task.rows[1]) return;
   const Args& args = shared().args[slot];
   const uint32_t tag = tag_of(iteration);
   const Routing* routing = (const Routing*)(p.work + args.routing);

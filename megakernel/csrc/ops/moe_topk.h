@@ -54,6 +54,7 @@ MK_CALL void moe_topk(int slot, int iteration) {
   float* scores = scores_of_wave();
   MK_UNROLL(2)
   for (int i = lane(); i < p.experts; i += WAVE) scores[i] = take(logits + i, tag);
+  consumer_sync();  // a wave may find no place for its experts: all have read before the token goes on
   choose_experts(routing, tag);
 }
 
