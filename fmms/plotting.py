@@ -91,6 +91,20 @@ def figure(width: str = "column", height: float | None = None, ncols: int = 1, n
     return drawing, drawing.subplots(nrows=nrows, ncols=ncols, **subplots)
 
 
+def plain_log_ticks(axis, digits: tuple[float, ...] | None = None) -> None:
+    """Ticks of a logarithmic axis, such as `ax.xaxis`, at values that start with one of these digits, as plain numbers.
+
+    digits: by default 1, 2 and 5; more if what is shown does not span a factor of five, so call it after drawing.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    low, high = axis.get_view_interval()
+    digits = digits or ((1, 2, 5) if high / low >= 5 else (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
+    axis.set_major_locator(LogLocator(subs=digits))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
 def system_style(name: str) -> dict:
     """Colour, marker, dash and label of one system, as keywords for `Axes.plot`. ValueError for an unknown name."""
     known = SYSTEMS | DECODERS

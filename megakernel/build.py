@@ -53,8 +53,8 @@ class BuildConfig:
     wave: int = 32
     """Threads of a wave; a GPU has its own."""
     every_thread: bool = False
-    """Every thread arrives at the gates of tasks and waits there for itself, instead of one for its wave. That is
-    slower, but compute-sanitizer's racecheck knows of no other order."""
+    """Every thread arrives at gates and waits there for itself, instead of one for its wave, and the producer's lanes
+    begin their copies one after another. That is slower, but compute-sanitizer's racecheck knows of no other order."""
 
     def __post_init__(self):
         """Raises ValueError for a shape that the device code can't have; the message names the field."""

@@ -69,6 +69,7 @@ def tokens(profile: str):
         left.set_title(naming.paper(setting))
         _points(right, perplexity[perplexity["setting"] == setting], "perplexity")
         right.set_xscale("log")
+        plotting.plain_log_ticks(right.xaxis)
         right.set_title(naming.paper(setting))
     axes[-1, 0].set_xlabel(naming.paper("distance"))
     axes[-1, 1].set_xlabel(f"{naming.paper('perplexity')} of the sampler's own answers")

@@ -52,6 +52,8 @@ def errors(rows, verdicts, profile: str):
     for line in (ax.axvline, ax.axhline):
         line(gate, color="black", linestyle="--", linewidth=0.9, label="gate" if line == ax.axhline else None)
     ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    for axis in (ax.xaxis, ax.yaxis):
+        plotting.plain_log_ticks(axis)
     ax.set(xlabel="1 − cosine with the reference", ylabel="1 − cosine, the megakernel's experts forced")
     ax.set_title("every step", fontsize=8, fontweight="normal")
 
@@ -68,6 +70,7 @@ def errors(rows, verdicts, profile: str):
     ax.set_yticks(range(len(shown)), [f"{row.decoder.removeprefix('ours, ')}, step {row.step}" for row in shown])
     ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.set(xscale="log", xlabel="1 − cosine of the logits")
+    plotting.plain_log_ticks(ax.xaxis, (1,))
     ax.grid(False, axis="y")
     ax.set_title("steps that miss the cosine", fontsize=8, fontweight="normal")
     for ax in axes:

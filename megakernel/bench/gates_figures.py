@@ -143,12 +143,10 @@ def _bound(ax, value: float) -> None:
 
 def _plain(ax, digits: tuple[int, ...]) -> None:
     """Whole layers, and values that start with one of these digits, as plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+    from matplotlib.ticker import MaxNLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.yaxis.set_major_locator(LogLocator(subs=digits))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    plotting.plain_log_ticks(ax.yaxis, digits)
 
 
 def _hardware(profile: str, name: str) -> str:

@@ -130,10 +130,15 @@ struct Feeder {
         // the stream's first pieces first
         const int rank = count_ones(before) - count_ones(skipped) + (stage < (int)(first % STAGES) ? count_ones(ready) : 0);
         begins = begins && rank < room;
-        if (begins) {
-          fetch(s, piece_of(s, (int)(piece - first)), sh.ring[stage], &sh.full[stage]);
-          last = piece + 1;
-          piece += STAGES;
+        // with EVERY_THREAD one lane after another: racecheck does not tell apart what several begin at once
+        MK_UNROLL(1)
+        for (int turn = EVERY_THREAD ? 0 : lane(); turn < (EVERY_THREAD ? STAGES : lane() + 1); ++turn) {
+          if (begins && turn == lane()) {
+            fetch(s, piece_of(s, (int)(piece - first)), sh.ring[stage], &sh.full[stage]);
+            last = piece + 1;
+            piece += STAGES;
+          }
+          if (EVERY_THREAD) wave_sync();
         }
         if (wave_votes(begins)) continue;
         rest();

@@ -76,6 +76,18 @@ def test_saved_figure_shows_itself_with_its_caption():
     assert repr(saved) == "figures/cpu/10_exactness_a.svg: Is it exact?"
 
 
+@pytest.mark.parametrize(
+    ("values", "shown"), [((1.3, 2.7), ["1.5", "2", "2.5"]), ((0.0004, 0.003), ["0.0005", "0.001", "0.002"])]
+)
+def test_ticks_of_a_logarithmic_axis_are_plain_numbers(values, shown):
+    fig, ax = plotting.figure()
+    ax.set(xscale="log", xlim=values)
+    plotting.plain_log_ticks(ax.xaxis)
+    fig.draw_without_rendering()
+    labels = {tick.get_position()[0]: tick.get_text() for tick in ax.get_xticklabels(which="both")}
+    assert [text for place, text in sorted(labels.items()) if values[0] <= place <= values[1]] == shown
+
+
 def test_bad_calls_are_named():
     with pytest.raises(ValueError, match="width is 'wide'"):
         plotting.figure("wide")
