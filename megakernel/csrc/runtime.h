@@ -130,7 +130,7 @@ struct Feeder {
         // the stream's first pieces first
         const int rank = count_ones(before) - count_ones(skipped) + (stage < (int)(first % STAGES) ? count_ones(ready) : 0);
         begins = begins && rank < room;
-        // with EVERY_THREAD one lane after another: racecheck does not tell apart what several begin at once
+        // with EVERY_THREAD one lane after another: racecheck does not follow lanes that copy at once
         MK_UNROLL(1)
         for (int turn = EVERY_THREAD ? 0 : lane(); turn < (EVERY_THREAD ? STAGES : lane() + 1); ++turn) {
           if (begins && turn == lane()) {

@@ -395,3 +395,21 @@ def test_clean(tool, schedule):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     said = done.stdout + done.stderr
     assert "launches decoded valid tokens" in said and re.search(r"SUMMARY: 0 (errors|hazards)", said), said[-4000:]
+
+
+@gpu
+def test_what_racecheck_does_not_know(tmp_path):
+    """Why it gets a build of its own: of each pair of right programs it reports the first."""
+    sanitizer, compiler = shutil.which("compute-sanitizer"), shutil.which("nvcc")
+    if sanitizer is None or compiler is None:
+        pytest.skip("needs compute-sanitizer and nvcc, parts of NVIDIA's CUDA toolkit")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    program = tmp_path / "limits"
+    source = Path(__file__).with_name("racecheck_limits.cu")
+    subprocess.run([compiler, "-arch=sm_90a", "-o", program, source], check=True)
+    for case in range(6):
+        command = [sanitizer, "--tool", "racecheck", program, str(case)]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        assert "right" in said, said
+        assert ("SUMMARY: 0 hazards" in said) == bool(case % 2), said
