@@ -7,7 +7,7 @@
 namespace mk {
 
 // Chunks that a thread has on their way at once, because they are far away; as many as there are registers for.
-constexpr int MERGED_AT_ONCE = WAVE == 32 ? 8 : 2;
+constexpr int MERGED_AT_ONCE = WAVE == 32 ? 8 : 1;
 
 // All consumers: out[(head - first) * width + i] for the heads [first, end), with a width that is a multiple of 4. `out`
 // is complete after a consumer_sync.
