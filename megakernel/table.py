@@ -240,10 +240,9 @@ def pack(graph: Graph, schedule: Schedule | None = None, *, workers: int | None 
             record["code"] = abi.code("terminate" if task.type == "TERMINATE" else "nothing")
             continue
         record["code"] = abi.code(CODE_OF_OP[op.name])
-        if task.expert is not None or task.slot is not None:
-            routing = f"layers.{op.layer}.mlp.routing"
-            if activations(task.index) == seen[op.layer] | {routing}:
-                record["flags"] = abi.ROUTERS_INPUT
+        routed = task.expert is not None or task.slot is not None
+        if routed and activations(task.index) == seen[op.layer] | {builder.name(op, "mlp.routing")}:
+            record["flags"] = abi.ROUTERS_INPUT
         if task.expert is not None:
             record["by"], record["at"] = abi.value("By", "expert"), task.expert
         elif task.slot is not None:
